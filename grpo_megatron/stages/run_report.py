@@ -17,6 +17,7 @@ from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.plan.memory import plan_of
 from grpo_megatron.plan.ppo import comparison_of
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.stages.conversations import Conversations
 from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.moved_samples import moved_samples
 from grpo_megatron.stages.token_text import Decode, decoder, text_pieces
@@ -111,19 +112,21 @@ def _shown_samples(run_dir: RunDir) -> list[dict[str, Any]]:
 
 def _recorded_steps(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
     """The newest steps in the store: (domain, rewards, lengths) of groups, and extreme samples
-    with `tokens` (id, text, advantage). `lacks`: what only the trainer knew; advantages are those
-    of plain GRPO then."""
+    with `tokens` (id, text, advantage), or of episodes with `sequences` (`Conversations`). `lacks`:
+    what only the trainer knew; advantages are those of plain GRPO then."""
     if config.kind != "rl":
         return []
     lacks = _unknown_columns(config)
     if lacks:
         config = config.model_copy(update={"objective": ObjectiveConfig(preset="grpo")})
-    decode = decoder(config.model.path or run_dir.model)
+    model = config.model.path or run_dir.model
+    decode = decoder(model)
+    conversations = Conversations(config, model)
     manifests = sorted(run_dir.store.glob("step_*/manifest.json"))
     found = []
     for manifest in manifests[-NEWEST_STEPS:]:
         table = SampleTable(manifest.parent, verify=False)
-        found.append({"lacks": lacks, **_recorded_step(config, table, decode)})
+        found.append({"lacks": lacks, **_recorded_step(config, table, decode, conversations)})
     return found
 
 
@@ -136,7 +139,9 @@ def _unknown_columns(config: RunConfig) -> list[str]:
     return sorted(lacks)
 
 
-def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dict[str, Any]:
+def _recorded_step(
+    config: RunConfig, table: SampleTable, decode: Decode, conversations: Conversations
+) -> dict[str, Any]:
     batch = sample_batch(config, table)
     advantages = advantages_of(objective_of(config, {}), batch)
     by_token = advantages.values
@@ -160,6 +165,10 @@ def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dic
             continue
         episode = int(samples_of_groups[sample["group"]][sample["index"]])
         of_tokens = by_token[batch.offsets[episode] :]
+        sequences = conversations.sequences(table, episode, of_tokens.numpy())
+        if sequences:
+            samples.append({**sample, "sequences": sequences})
+            continue
         tokens = _shown_tokens(table, int(table.first_rows[episode]), of_tokens, decode)
         samples.append({**sample, "tokens": tokens})
     return {"step": table.manifest.step, "samples": samples, "groups": groups}
@@ -168,12 +177,9 @@ def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dic
 def _shown_tokens(
     table: SampleTable, row: int, advantages: torch.Tensor, decode: Decode
 ) -> list[tuple[int, str, float]]:
-    """Id, text and advantage of a completion's first tokens; 0 where they are the environment's.
-    advantages: fp64, of its policy tokens and what comes after them."""
+    """Id, text and advantage of a completion's first tokens. advantages: fp64, of its tokens and
+    what comes after them."""
     token_ids, _ = table.completion(row)
     ids = token_ids[:SHOWN_TOKENS].tolist()
     pieces = text_pieces(ids, decode)
-    of_tokens = np.zeros(len(token_ids))
-    places = table.policy_places(row)
-    of_tokens[places] = advantages[: len(places)].numpy()
-    return list(zip(ids, pieces, of_tokens[: len(ids)].tolist(), strict=True))
+    return list(zip(ids, pieces, advantages[: len(ids)].tolist(), strict=True))

@@ -16,6 +16,13 @@ def decoder(model: Path) -> Decode:
     return lambda token_ids: ""
 
 
+def exact_decoder(model: Path) -> Decode:
+    """As `decoder`, with markers of turns and other special tokens."""
+    if (model / "tokenizer.json").exists():
+        return load_tokenizer(model).decode_exactly
+    return lambda token_ids: ""
+
+
 def text_pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
     """The text that each token adds to those before: a character may end in a later token."""
     texts = [decode(token_ids[:end]).rstrip("\ufffd") for end in range(len(token_ids) + 1)]

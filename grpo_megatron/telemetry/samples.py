@@ -12,7 +12,7 @@ from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import ScoredGroup
 
-Sample = Mapping[str, Any]  # one completion with its scores, see `_sample`; None: not known
+Sample = Mapping[str, Any]  # one episode with its scores, see `_sample`; None: not known
 
 
 def extremes(step: int, groups: Sequence[ScoredGroup], count: int) -> list[Sample]:
@@ -66,7 +66,7 @@ def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
     components = {}
     for name, values in group.components.items():
         components[name] = _known(float(values[index]))
-    return {
+    sample = {
         "rank": rank,
         "step": step,
         "prompt_id": prompt.prompt_id,
@@ -79,3 +79,10 @@ def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
         "length": completion.num_policy_tokens,
         "finish_reason": completion.finish_reason,
     }
+    if completion.turns:
+        sample |= {
+            "earlier": [sequence.text for sequence in completion.earlier],
+            "outcome": _known(completion.outcome),
+            "outcome_metrics": dict(completion.outcome_metrics),
+        }
+    return sample

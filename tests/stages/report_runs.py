@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from grpo_megatron.telemetry.samples import extremes, write_samples
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 from tests.controller.scored_groups import recipe
 from tests.controller.scored_groups import stored as in_store
+from tests.episodes import sequence_of
 
 RESULT = {
     "eval": {
@@ -51,15 +53,21 @@ def write_run(
     unscorable: Sequence[int] = (),
     result: dict | None = None,
     domains: Sequence[str] = ("addition",),
+    episodes: bool = False,
     **tables,
 ) -> RunDir:
     """`num_steps` lines of metrics, the newest `stored` steps in the store; in the steps
-    `unscorable` no sample has a reward."""
+    `unscorable` no sample has a reward. episodes: every sample is `episode_of` a calculator."""
     run_dir, rng = RunDir(root), np.random.default_rng(0)
     run_dir.create()
+    preset = "tiny-qwen3-moe"
+    if episodes:
+        preset = "tiny-qwen3-moe-agent"
+        for domain in domains:
+            tables[domain] = {"template": "chat", "environment": {"name": "calculator"}}
     config = recipe(domains, name="test", num_steps=num_steps, **tables)
     write_resolved(run_dir.config, ResolvedConfig(recipe="test", config=config, provenance={}))
-    write_tiny_model(run_dir.model, load_preset("tiny-qwen3-moe"))
+    write_tiny_model(run_dir.model, load_preset(preset))
     tokenizer = load_tokenizer(run_dir.model)
     with contextlib.closing(MetricsWriter(run_dir)) as metrics:
         for step in range(num_steps):
@@ -76,6 +84,8 @@ def write_run(
                 )
                 for number in range(4)
             ]
+            if episodes:
+                groups = [_with_episodes(group, tokenizer, rng) for group in groups]
             chosen = extremes(step, groups, 2)
             metrics.write(step, _metrics(config, groups, rng, skill))
             write_samples(run_dir, step, chosen)
@@ -107,7 +117,7 @@ def _train(directory: Path, rng) -> None:
     table = SampleTable(directory)
     moved = {}
     for row in range(0, len(table), 5):
-        _, before = table.completion(row)
+        _, before = table.policy_tokens(row)
         gain = (row + 1) * 0.01 * rng.standard_normal(len(before))
         after = np.minimum(before + gain, -1e-3)
         moved[row] = SampleDrift(before, after, np.full(len(before), 0.5 - row / 20))
@@ -134,6 +144,48 @@ def _group(
     if not scorable:
         parts = {name: values * np.nan for name, values in parts.items()}
     return ScoredGroup(RolloutGroup(prompt, completions, 0), parts, sum(parts.values()))
+
+
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1+2"}}\n</tool_call>'
+TURNS = ("I ask." + CALL + "<|end|>", "It is 3.<|end|>", "3<|end|>")
+"""What the policy says in `episode_of`."""
+RESULT_TEXT = "<|tool|>3<|end|><|assistant|>"
+
+
+def episode_of(tokenizer, rng, outcome: float) -> Completion:
+    """Two turns with a result between them, and a third one in a sequence of its own."""
+    answered = tuple(tokenizer.encode("<|user|>1+2<|end|><|assistant|>"))
+    pieces = [tokenizer.encode(text) for text in (TURNS[0], RESULT_TEXT, TURNS[1], TURNS[2])]
+    call, result, answer, again = pieces
+    first = _sequence(
+        [(call, True), (result, False), (answer, True)],
+        rng,
+        states=["asked", "seen <b>"],
+        rewards=[-0.5],
+        answered_ids=answered,
+    )
+    rewritten = tuple(tokenizer.encode("<|user|>1+2 again<|end|><|assistant|>"))
+    return _sequence(
+        [(again, True)],
+        rng,
+        earlier=(first,),
+        answered_ids=rewritten,
+        outcome=outcome,
+        outcome_metrics={"tool_calls": 1.0},
+        text="3",
+    )
+
+
+def _sequence(pieces, rng, **more) -> Completion:
+    ids = np.concatenate([ids for ids, _ in pieces]).astype(np.int32)
+    made = sequence_of([(len(ids), is_policy) for ids, is_policy in pieces], rng, **more)
+    return replace(made, token_ids=ids)
+
+
+def _with_episodes(group: ScoredGroup, tokenizer, rng) -> ScoredGroup:
+    """The same group, whose samples are episodes with its rewards as outcomes."""
+    episodes = tuple(episode_of(tokenizer, rng, float(reward)) for reward in group.rewards)
+    return replace(group, group=replace(group.group, completions=episodes))
 
 
 def _metrics(config, groups, rng, skill: float) -> dict[str, float]:

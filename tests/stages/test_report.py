@@ -24,7 +24,7 @@ from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.report import write_report
 from tests.stages.browser import WHY_NOT, Browser
-from tests.stages.report_runs import RESULT, samples_of, write_run
+from tests.stages.report_runs import RESULT, RESULT_TEXT, TURNS, samples_of, write_run
 from tests.stages.test_graph import GRAPH, finish
 
 ASSETS = Path(__file__).parents[2] / "grpo_megatron" / "stages" / "report_assets"
@@ -101,6 +101,80 @@ def test_samples_have_the_advantages_of_the_objective(tmp_path, std):
             ids, texts, advantages = zip(*sample["tokens"], strict=True)
             assert "".join(texts) == sample["completion"] and ids[-1] == 1
             np.testing.assert_allclose(advantages, wanted, atol=1e-9)
+
+
+def test_episodes_are_conversations(tmp_path):
+    """Sequence by sequence, every policy token with the advantage of its episode."""
+    run_dir = write_run(tmp_path / "run", 2, episodes=True)
+    run = data_of(write_report(str(run_dir.root)))["runs"][0]
+    assert run["notes"] == []
+    for step in run["recorded"]:
+        for sample in step["samples"]:
+            assert "tokens" not in sample and sample["outcome"] == sample["reward"]
+            assert sample["outcome_metrics"] == {"tool_calls": 1}
+            first, second = sample["sequences"]
+            assert first["prompt"] == "<|user|>1+2<|end|><|assistant|>"
+            assert second["prompt"] == "<|user|>1+2 again<|end|><|assistant|>"
+            call, result, answer = first["parts"]
+            [again] = second["parts"]
+            assert result == {"text": RESULT_TEXT, "length": 4}  # markers are tokens
+            turns = [call, answer, again]
+            texts = ["".join(text for _, text, _ in turn["tokens"]) for turn in turns]
+            assert texts == list(TURNS)
+            assert [turn["turn"] for turn in turns] == [0, 1, 2]
+            assert [turn["reward"] for turn in turns] == [-0.5, None, None]
+            assert [turn["state"] for turn in turns] == ["asked", "seen <b>", ""]
+            assert [turn["call"] for turn in turns] == [len("I ask."), None, None]
+            rewards = np.array(step["groups"][sample["group"]][1])
+            wanted = (sample["reward"] - rewards.mean()) / (rewards.std(ddof=1) or 1)
+            advantages = [token[2] for turn in turns for token in turn["tokens"]]
+            np.testing.assert_allclose(advantages, wanted, atol=1e-5)
+
+
+def test_episodes_that_have_left_the_store_keep_their_texts(tmp_path):
+    run_dir = write_run(tmp_path / "run", 2, stored=0, episodes=True)
+    run = data_of(write_report(str(run_dir.root)))["runs"][0]
+    assert run["recorded"] == []
+    for sample in run["samples"]:
+        assert sample["completion"] == "3" and sample["earlier"] == [""]
+        assert sample["outcome"] == sample["reward"]
+
+
+def test_episodes_in_a_browser(browser, tmp_path):
+    """Tokens of the policy are coloured, what the environment said is text, calls are folded."""
+    page = write_report(str(write_run(tmp_path / "run", 1, episodes=True).root))
+    plots_of(browser, page)
+    samples = data_of(page)["runs"][0]["recorded"][0]["samples"]
+    found = browser.run("""return [...document.querySelectorAll('.conversation')].map(shown => ({
+        sequences: shown.querySelectorAll('.sequence').length,
+        turns: [...shown.querySelectorAll('.turn')].map(turn => [...turn.querySelectorAll('.token')]
+            .map(token => token.textContent).join('')),
+        facts: [...shown.querySelectorAll('.turn-facts')].map(node => node.textContent),
+        coloured: shown.querySelectorAll('.token.plus, .token.minus').length,
+        uncoloured: shown.querySelectorAll('.environment .token').length,
+        said: [...shown.querySelectorAll('.environment')].map(node => node.textContent),
+        folded: [...shown.querySelectorAll('details:not([open])')].map(node => node.className),
+        call: shown.querySelector('.fold.call pre').textContent,
+        outcome: shown.querySelector('.outcome').textContent}))""")
+    assert len(found) == len(samples) == 4
+    for shown, sample in zip(found, samples, strict=True):
+        assert shown["sequences"] == 2 and shown["said"] == [RESULT_TEXT]
+        assert shown["turns"] == [text.replace("\n", "⏎\n") for text in TURNS]
+        facts = ["turn 1 · reward -0.5 · state asked", "turn 2 · state seen <b>", "turn 3"]
+        assert shown["facts"] == facts
+        assert shown["folded"] == ["fold call", "fold result", "fold history"]
+        assert shown["call"].startswith("<tool_call>")
+        assert shown["outcome"].endswith(" · tool_calls 1")
+        parts = [part for sequence in sample["sequences"] for part in sequence["parts"]]
+        moved = [token for part in parts for token in part.get("tokens", []) if token[2] != 0]
+        assert shown["coloured"] == len(moved) and shown["uncoloured"] == 0
+    assert any(shown["coloured"] for shown in found)
+
+
+def test_samples_without_turns_are_no_conversations(browser, tmp_path):
+    plots_of(browser, write_report(str(write_run(tmp_path / "run", 1).root)))
+    assert browser.run("return document.querySelectorAll('.conversation').length") == 0
+    assert browser.run("return document.querySelectorAll('.sample > pre.completion').length") == 4
 
 
 def test_estimators_of_the_trainer_become_plain_ones(tmp_path):

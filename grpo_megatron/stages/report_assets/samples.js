@@ -10,7 +10,7 @@ function tokenSpan([id, text, advantage], full) {
 /** One sample as a card. full: the |advantage| of full colour. */
 function sampleCard(sample, full) {
   const tokens = sample.tokens || null;
-  const advantages = tokens ? tokens.map(token => token[2]) : [];
+  const advantages = tokensOf(sample).map(token => token[2]);
   const low = least(advantages), high = most(advantages);
   const advantage = !advantages.length ? null : high - low < 1e-9 ? signed(Number(low.toFixed(4)))
     : `${signed(Number(low.toFixed(3)))} to ${signed(Number(high.toFixed(3)))}`;
@@ -18,8 +18,9 @@ function sampleCard(sample, full) {
   return el("article", { class: "card sample" },
     el("div", null, el("span", { class: "tag " + sample.rank }, sample.rank), ` step ${sample.step}, ${sample.domain}: reward `,
       el("b", null, show(sample.reward)), advantage === null ? null : [", advantage ", el("b", null, advantage)]),
-    el("pre", { class: "prompt" }, sample.prompt),
-    el("pre", { class: "completion" }, tokens ? tokens.map(token => tokenSpan(token, full)) : sample.completion),
+    sample.sequences ? conversationOf(sample, full) : [el("pre", { class: "prompt" }, sample.prompt),
+      (sample.earlier || []).map(text => el("pre", { class: "completion" }, text)),
+      el("pre", { class: "completion" }, tokens ? tokens.map(token => tokenSpan(token, full)) : sample.completion)],
     more > 0 ? el("p", { class: "muted" }, `… ${more} more tokens`) : null,
     el("div", { class: "muted" }, [`expected ${sample.answer || "–"}`, `${sample.length} tokens, ended by ${sample.finish_reason}`,
       ...Object.entries(sample.components).map(([name, value]) => `${name} ${show(value)}`)].join(" · ")));
@@ -30,7 +31,7 @@ function samplesOf(steps, plain) {
   if (!steps.length && !plain.length) return el("p", { class: "absent" }, "No sample was recorded.");
   const pairs = list => el("div", { class: "pair" }, list);
   const parts = steps.length ? [...steps].reverse().map(step => {
-    const full = most(step.samples.flatMap(s => s.tokens.map(t => Math.abs(t[2]))));
+    const full = most(step.samples.flatMap(s => tokensOf(s).map(t => Math.abs(t[2]))));
     return el("div", null, step.lacks.length ? el("p", { class: "muted" },
       `The estimator of this run needs ${step.lacks.join(", ")}, which only the trainer had: coloured by the advantages of plain GRPO, (R − mean) / (std of the group + ε).`) : null,
     pairs(step.samples.map(sample => sampleCard(sample, full))));
