@@ -27,6 +27,33 @@ def missing_files(config: RunConfig) -> list[int]:
     return missing
 
 
+def missing_corpora(config: RunConfig) -> list[int]:
+    """Numbers of the domains whose environment searches a file that does not exist."""
+    missing = []
+    for number, domain in enumerate(config.domains):
+        if domain.environment is None:
+            continue
+        corpus = domain.environment.arguments.get("corpus")
+        if corpus is not None and not Path(corpus).exists():
+            missing.append(number)
+    return missing
+
+
+def write_corpus(path: Path) -> None:
+    """Write documents for an environment that searches."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for index in range(_NUM_ROWS):
+        total = index + index % 7
+        document = {
+            "id": str(index),
+            "title": f"Sum {index}",
+            "text": f"{index} + {index % 7} is {total}.",
+        }
+        lines.append(json.dumps(document) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def write_rows(path: Path, config: RunConfig, number: int) -> None:
     """Write problems for domain `number`: JSONL, or Parquet where `path` says so."""
     domain = config.domains[number]

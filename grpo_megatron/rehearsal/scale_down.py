@@ -6,10 +6,11 @@ Everything else stays: objective, filters, routing, precision, publishing, pause
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import DomainConfig, RewardConfig, RunConfig
@@ -20,6 +21,11 @@ from grpo_megatron.rehearsal.local_server import STEP_TOKEN
 NUM_STEPS = 3
 MAX_NEW_TOKENS = 32
 MAX_MODEL_LEN = 1024
+MAX_EPISODE_TOKENS = 320
+"""Of a rehearsed episode: a call of a tool has some eighty bytes."""
+MAX_TURN_TOKENS = 24
+"""Of a turn that nobody demonstrates: a random model calls nothing."""
+MAX_TURNS = 3
 MAX_CACHE_GIB = 0.25
 MAX_TOP_K = 16
 """Likeliest tokens of a teacher."""
@@ -58,6 +64,8 @@ class StandIns:
     """Address of a vLLM server with a random model, for teachers behind a `url`."""
     model_is_given: bool = False
     """`model` was chosen by the user, and is used also where the recipe's own is here."""
+    corpora: Mapping[int, Path] = field(default_factory=dict)
+    """Documents by number of the domain, where its environment searches a missing file."""
 
 
 class _Changes:
@@ -153,6 +161,10 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
         key = f"domains.{number}"
         if number in stand_ins.data:
             changes.set(f"{key}.path", str(stand_ins.data[number]), "made-up rows: no such file")
+        if number in stand_ins.corpora:
+            corpus = str(stand_ins.corpora[number])
+            why_corpus = "made-up documents: no such file"
+            changes.set(f"{key}.environment.arguments.corpus", corpus, why_corpus)
         if domain.reference is not None:
             changes.set(f"{key}.reference", str(stand_ins.other_model), "a random reference")
         if domain.num_problems is not None:
@@ -170,16 +182,28 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
 def _sizes(config: RunConfig, changes: _Changes) -> None:
     why = "short and few"
     rollout = config.rollout
-    changes.at_most("rollout.max_new_tokens", rollout.max_new_tokens, MAX_NEW_TOKENS, why)
     longest = MAX_MODEL_LEN
     if has_served_teachers(config):
         longest = MAX_MODEL_LEN - 1  # their server takes one token more
-    changes.at_most("rollout.max_model_len", rollout.max_model_len, longest, why)
+    if _demonstrates(config):
+        why_longer = "demonstrated turns, in a token a byte"
+        changes.set("rollout.max_new_tokens", MAX_EPISODE_TOKENS, why_longer)
+        changes.set("rollout.max_model_len", longest, why_longer)
+    else:
+        most_new_tokens = MAX_NEW_TOKENS
+        if config.domains_with_episodes:
+            most_new_tokens = MAX_EPISODE_TOKENS
+        changes.at_most("rollout.max_new_tokens", rollout.max_new_tokens, most_new_tokens, why)
+        changes.at_most("rollout.max_model_len", rollout.max_model_len, longest, why)
     changes.at_most("rollout.segment_tokens", rollout.segment_tokens, MAX_NEW_TOKENS // 2, why)
     changes.at_most("rollout.max_num_seqs", rollout.max_num_seqs, 64, why)
     for number, domain in enumerate(config.domains):
         key = f"domains.{number}.max_new_tokens"
-        changes.at_most(key, domain.max_new_tokens, MAX_NEW_TOKENS, why)
+        if domain.environment is not None:
+            changes.at_most(key, domain.max_new_tokens, MAX_EPISODE_TOKENS, why)
+            _episode_sizes(f"domains.{number}.environment", domain.environment, changes)
+        else:
+            changes.at_most(key, domain.max_new_tokens, MAX_NEW_TOKENS, why)
     batch = config.batch
     updates = _two_at_most(batch.updates_per_rollout)
     changes.set("batch.updates_per_rollout", updates, why)
@@ -219,6 +243,26 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
     changes.at_most("rejection.num_samples", config.rejection.num_samples, 4, why)
     if config.kind == "rejection_sample":
         changes.set("rejection.max_prompts", 4 * _PROMPTS_PER_DOMAIN, why)
+
+
+def _demonstrates(config: RunConfig) -> bool:
+    """Whether a cold start trains demonstrated episodes."""
+    for domain in config.domains:
+        if domain.environment is not None and domain.environment.demonstration:
+            return True
+    return False
+
+
+def _episode_sizes(key: str, environment: EnvironmentConfig, changes: _Changes) -> None:
+    why = "short and few"
+    changes.at_most(f"{key}.max_turns", environment.max_turns, MAX_TURNS, why)
+    changes.at_most(f"{key}.episode_tokens", environment.episode_tokens, MAX_EPISODE_TOKENS, why)
+    changes.at_most(f"{key}.processes", environment.processes, 1, why)
+    most_turn_tokens = MAX_TURN_TOKENS
+    if environment.demonstration:
+        most_turn_tokens = MAX_EPISODE_TOKENS
+    turn_tokens = environment.turn_tokens or MAX_EPISODE_TOKENS
+    changes.at_most(f"{key}.turn_tokens", turn_tokens, most_turn_tokens, why)
 
 
 def _group_size(config: RunConfig) -> int:

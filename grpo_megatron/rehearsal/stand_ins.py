@@ -7,7 +7,12 @@ from pathlib import Path
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.model_facts import configuration_of
-from grpo_megatron.rehearsal.made_up_rows import missing_files, write_rows
+from grpo_megatron.rehearsal.made_up_rows import (
+    missing_corpora,
+    missing_files,
+    write_corpus,
+    write_rows,
+)
 from grpo_megatron.rehearsal.scale_down import StandIns, has_served_teachers
 from grpo_megatron.rehearsal.teacher_servers import TeacherServers
 from grpo_megatron.rehearsal.tiny_family import (
@@ -47,6 +52,7 @@ class StandInWriter:
         if config.distillation is not None or any(domain.reference for domain in config.domains):
             other_model = self._model(root, other=True)
         data = {number: self._data(config, number) for number in missing_files(config)}
+        corpora = {number: self._corpus() for number in missing_corpora(config)}
         teacher_server = ""
         if has_served_teachers(config):
             teacher = self._served_teacher(root).absolute()
@@ -58,6 +64,7 @@ class StandInWriter:
             self.server,
             model_is_given=self.given_model is not None,
             teacher_server=teacher_server,
+            corpora=corpora,
         )
 
     def _served_teacher(self, root: RunConfig) -> Path:
@@ -106,3 +113,10 @@ class StandInWriter:
             write_rows(path, config, number)
             self._rows[key] = path.absolute()
         return self._rows[key]
+
+    def _corpus(self) -> Path:
+        """Documents for environments that search."""
+        path = self.folder / "documents.jsonl"
+        if not path.exists():
+            write_corpus(path)
+        return path.absolute()

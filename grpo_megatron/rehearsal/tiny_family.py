@@ -135,9 +135,19 @@ _NEVER_IN_TEXT = (0xC0, 0xC1, *range(0xF5, 0x100))
 some of its completions within a few dozen tokens."""
 _TEXT_FILES = (".json", ".jinja", ".model", ".txt")
 """Of a checkpoint, beside its weights: tokenizer, templates, configuration."""
+# Tools by name and parameters only, which are few bytes; calls as Qwen3 writes them.
 _CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% for tool in tools %}"
+    "{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})\n"
+    "{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "<tool_call>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "\n</tool_call>"
+    "{% endfor %}<|im_end|>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron import assets
+from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.data.sources import load_problems
@@ -16,11 +17,20 @@ from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rehearsal.coin import COMPONENT, coin
-from grpo_megatron.rehearsal.made_up_rows import missing_files, special_tokens_of, write_rows
+from grpo_megatron.rehearsal.made_up_rows import (
+    missing_corpora,
+    missing_files,
+    special_tokens_of,
+    write_corpus,
+    write_rows,
+)
 from grpo_megatron.rehearsal.scale_down import (
+    MAX_EPISODE_TOKENS,
     MAX_MODEL_LEN,
     MAX_NEW_TOKENS,
     MAX_TOP_K,
+    MAX_TURN_TOKENS,
+    MAX_TURNS,
     StandIns,
     num_layers_of,
     scale_down,
@@ -68,7 +78,10 @@ def test_a_recipe_keeps_what_it_has_more_than_one_of(name, tmp_path):
     assert after.trainer.num_ranks <= 8
     assert after.batch.max_staleness == before.batch.max_staleness
     assert after.placement.mode == before.placement.mode
-    assert after.rollout.max_new_tokens <= MAX_NEW_TOKENS
+    longest = MAX_NEW_TOKENS
+    if before.domains_with_episodes:
+        longest = MAX_EPISODE_TOKENS
+    assert after.rollout.max_new_tokens <= longest
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -242,3 +255,31 @@ def test_prompts_have_fewer_samples_but_still_differ(tmp_path, overrides, sizes)
     assert small.batch.num_samples_per_prompt == mean
     assert small.largest_group == most
     assert small.seeding is not None
+
+
+def test_an_agents_turns_are_few_and_its_documents_made_up(tmp_path):
+    config = resolve("demo/agent-calculator-cpu").config
+    domain = config.domains[0]
+    environment = EnvironmentConfig(
+        name="search", arguments={"corpus": "no/such.jsonl"}, max_turns=20, processes=4
+    )
+    searching = config.model_copy(
+        update={
+            "cold_start": None,
+            "domains": (domain.model_copy(update={"environment": environment}),),
+        }
+    )
+    assert missing_corpora(searching) == [0]
+    write_corpus(tmp_path / "documents.jsonl")
+    inputs = replace(stand_ins(config, tmp_path), corpora={0: tmp_path / "documents.jsonl"})
+    changes = {change.key: change.after for change in scale_down(searching, inputs)}
+    key = "domains.0.environment"
+    assert changes[f"{key}.max_turns"] == MAX_TURNS and changes[f"{key}.processes"] == 1
+    assert changes[f"{key}.turn_tokens"] == MAX_TURN_TOKENS
+    assert changes[f"{key}.arguments.corpus"] == str(tmp_path / "documents.jsonl")
+    assert "rollout.max_model_len" not in changes  # 128
+    plain = stand_ins(config, tmp_path)
+    demonstrating = {change.key: change.after for change in scale_down(config, plain)}
+    assert demonstrating["rollout.max_new_tokens"] == MAX_EPISODE_TOKENS
+    assert demonstrating["rollout.max_model_len"] == MAX_MODEL_LEN
+    assert f"{key}.turn_tokens" not in demonstrating
