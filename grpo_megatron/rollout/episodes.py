@@ -7,6 +7,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 
+from grpo_megatron import progress
 from grpo_megatron.data.conversation import MESSAGES
 from grpo_megatron.data.turn_tokens import NextTurn, TurnState
 from grpo_megatron.environments.protocol import (
@@ -124,6 +125,7 @@ class _Episode:
         text = self._turns.reply_text(self._state, sampled_ids)
         read = self._player.read_reply(text, self._tools, self._num_turns)
         step = await self._environment.step(read.reply)
+        progress.advance()
         self._builder.judge_turn(step.reward, spoilt=step.spoilt)
         if step.outcome is not None:
             self._outcome = step.outcome
