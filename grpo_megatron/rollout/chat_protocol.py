@@ -36,6 +36,7 @@ _KNOWN = (
     "modalities",
 )
 _MOST_TOOLS = 256
+_MOST_STOPS = 16
 _MOST_IGNORED = 32
 _SAMPLED_BY_RECIPE = "replies are sampled as the recipe says, so that they can be trained"
 
@@ -66,7 +67,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     n: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    stop: Any = None
+    stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
@@ -81,6 +82,14 @@ class ChatRequest(msgspec.Struct, frozen=True):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end a reply; an empty one ends none."""
+        stops = self.stop or []
+        if isinstance(stops, str):
+            stops = [stops]
+        return [stop for stop in stops if stop]
 
     @property
     def offered_tools(self) -> list[ToolSchema]:
@@ -122,11 +131,8 @@ def _refuse_other_answers(request: ChatRequest) -> None:
     """Refuse what would be answered otherwise than the program expects."""
     if request.n not in (None, 1):
         raise RequestRefused("one reply at a time (n = 1): ask again for another", param="n")
-    if request.stop:
-        raise RequestRefused(
-            f"stop strings are not served: {_SAMPLED_BY_RECIPE}; a reply ends with its turn",
-            param="stop",
-        )
+    if len(request.stops) > _MOST_STOPS:
+        raise RequestRefused(f"at most {_MOST_STOPS} stop strings", param="stop")
     kind = (request.response_format or {}).get("type", "text")
     if kind != "text":
         raise RequestRefused(

@@ -23,6 +23,7 @@ from grpo_megatron.environments.protocol import ToolSchema
 from grpo_megatron.rollout.chat_messages import comparable, sent_message
 from grpo_megatron.rollout.segments import Ask, derive_seed
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
+from grpo_megatron.rollout.stop_strings import first_stop, first_tokens, num_tokens_to_stop
 from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler, tools_key
 from grpo_megatron.types import Completion
 
@@ -119,8 +120,10 @@ class ConversationSession:
         messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
         max_tokens: int | None = None,
+        stops: Sequence[str] = (),
     ) -> ChatReply:
-        """Sample the reply to a conversation (`plain_messages`), of at most `max_tokens`.
+        """Sample the reply to a conversation (`plain_messages`), of at most `max_tokens`. It ends
+        with the token that completes one of `stops`, which the program does not get.
 
         EpisodeOver where a limit is reached; DataError where the chat template refuses the
         conversation or the tools; and what the engine raises."""
@@ -138,11 +141,12 @@ class ConversationSession:
                 seed=request.seed,
                 routes_from=request.builder.routes_from,
             )
+            sampled = _stopped(request, sampled, stops)
         finally:
             self._release(request, sampled)
         if self._is_closed:
             raise EpisodeOver("the episode has ended")
-        return self._answered(request, sampled, messages, tools)
+        return self._answered(request, sampled, messages, tools, stops)
 
     def close(self) -> None:
         """Take no further turn, not even one that is being sampled."""
@@ -337,11 +341,19 @@ class ConversationSession:
         sampled: Completion,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
+        stops: Sequence[str],
     ) -> ChatReply:
         sampled_ids = sampled.token_ids.tolist()
         text = request.turns.reply_text(request.state, sampled_ids)
-        reply = self._sampler.read_reply(text, tools, request.turn).message
+        opening = request.turns.reply_text(request.state, ())
+        place = first_stop(text[len(opening) :], stops)
+        seen = text
+        if place is not None:
+            seen = text[: len(opening) + place]
+        reply = self._sampler.read_reply(seen, tools, request.turn).message
         sent = sent_message(reply)
+        if not reply.get("tool_calls"):  # the template is given what was sampled, the stop with it
+            reply = {**reply, "content": text}
         known = _Conversation(
             [comparable(message) for message in [*messages, sent]],
             tools_key(tools),
@@ -358,3 +370,20 @@ class ConversationSession:
             finish_reason = "tool_calls"
         num_prompt_tokens = len(request.state.token_ids)
         return ChatReply(sent, finish_reason, num_prompt_tokens, sampled.num_tokens)
+
+
+def _stopped(request: _Request, sampled: Completion, stops: Sequence[str]) -> Completion:
+    """The turn up to the first of `stops`."""
+    if not stops:
+        return sampled
+    ids = sampled.token_ids.tolist()
+    opening = request.turns.reply_text(request.state, ())
+
+    def text_of(num_tokens: int) -> str:
+        text = request.turns.reply_text(request.state, ids[:num_tokens])
+        return text.removeprefix(opening)
+
+    num_tokens = num_tokens_to_stop(text_of, len(ids), stops)
+    if num_tokens is None:
+        return sampled
+    return first_tokens(sampled, num_tokens, len(request.state.token_ids))

@@ -161,7 +161,9 @@ class Door:
         self._tell_ignored(ignored)
         messages = plain_messages(request.messages)
         try:
-            reply = await opened.session.chat(messages, request.offered_tools, request.longest)
+            reply = await opened.session.chat(
+                messages, request.offered_tools, request.longest, request.stops
+            )
         except EngineError as error:
             opened.fail(error)
             raise

@@ -14,11 +14,21 @@ from hypothesis import strategies as st
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.turn_tokens import TurnTokens
 from grpo_megatron.errors import DataError, EngineError
 from grpo_megatron.rollout.chat_messages import comparable, plain_messages
 from grpo_megatron.rollout.conversation_session import ConversationSession, EpisodeOver
+from grpo_megatron.rollout.turn_sampler import TurnSampler
 from grpo_megatron.types import require_sound
-from tests.rollout.scripted import CALL, TOOL, Policy, limits, require_as_sampled, sampler_of
+from tests.rollout.scripted import (
+    CALL,
+    TOOL,
+    Policy,
+    limits,
+    read_reply,
+    require_as_sampled,
+    sampler_of,
+)
 
 QUESTION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12*34"}]
 
@@ -283,6 +293,43 @@ def test_a_micro_batch_holds_all_sequences_of_an_episode(tokenizer, sampler):
     found = driven(policy, sampler, program, recorded_tokens=100)
     sizes = [len(one.answered_ids) + one.num_tokens for one in found.sequences]
     assert len(sizes) >= 3 and 100 - max(sizes) <= sum(sizes) <= 100
+
+
+def test_a_stop_string_ends_a_turn(tokenizer, sampler):
+    policy = Policy(tokenizer, "look at 5\nObservation: made up", "ok")
+
+    async def run():
+        session = ConversationSession(policy, sampler, limits())
+        reply = await session.chat(QUESTION, stops=["Observation:", "Task:"])
+        assert reply.message["content"] == "look at 5\n" and reply.finish_reason == "stop"
+        # what the program knows of the reply goes on from the reply
+        messages = [*QUESTION, reply.message, user("Observation: 7")]
+        await asked(session, plain_messages(messages), stops=["Observation:"])
+        return session.completion(1.0)
+
+    found = asyncio.run(run())
+    require_sound(found, "p")
+    assert shapes(found) == [2] and not found.truncated
+    first = found.token_ids[: found.turns[0].end].tolist()
+    assert first == policy.sampled[0][: len(first)]
+    assert tokenizer.decode(first) == "look at 5\nObservation:"
+    assert policy.asked[1][0] == [*found.answered_ids, *found.token_ids[: found.turns[1].start]]
+
+
+def test_a_stop_string_in_what_the_request_has_opened_ends_nothing(tokenizer):
+    def turn_tokens(tools):
+        return TurnTokens(tokenizer, tokenizer.chat_template, assistant_prefix="so:\n")
+
+    sampler = TurnSampler(turn_tokens=turn_tokens, read_reply=read_reply, decode=tokenizer.decode)
+    policy = Policy(tokenizer, "one\ntwo")
+
+    async def run():
+        session = ConversationSession(policy, sampler, limits())
+        reply = await session.chat(QUESTION, stops=["\n"])
+        return reply.message["content"], session.completion(1.0)
+
+    content, found = asyncio.run(run())
+    assert content == "so:\none" and found.text == "one\n"
 
 
 def test_time_is_a_limit_that_is_nobodys_length(tokenizer, sampler):

@@ -121,6 +121,20 @@ def test_a_stream_says_the_same(tokenizer, sampler):
     assert len(through(policy, sampler, program).turns) == 2
 
 
+def test_stop_strings(tokenizer, sampler):
+    policy = Policy(tokenizer, "a;b;c")
+
+    async def program(client, opened):
+        for stop, text in ((";", "a"), ([";c", "x"], "a;b"), ("", "a;b;c")):
+            answer = await client.chat.completions.create(model="x", messages=[QUESTION], stop=stop)
+            assert answer.choices[0].message.content == text
+            assert answer.choices[0].finish_reason == "stop"
+        policy.sampled[0] = policy.sampled[0][:2]
+        policy.sampled[1] = policy.sampled[1][:5]
+
+    assert len(through(policy, sampler, program).sequences) == 3
+
+
 def test_models(tokenizer, sampler):
     async def program(client, opened):
         assert [model.id async for model in client.models.list()] == ["policy"]
@@ -170,7 +184,8 @@ async def ask(url, key, body: object = None, path="/chat/completions", method="P
     ("fields", "param", "words"),
     [
         ({"n": 2}, "n", "one reply at a time"),
-        ({"stop": ["\n"]}, "stop", "sampled as the recipe says"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16 stop strings"),
+        ({"stop": 5}, None, "no request"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
         ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "cannot be forced"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "bias"),
