@@ -78,6 +78,8 @@ class _Episode:
         self._limits = limits
         self._ends_at = time.monotonic() + limits.seconds
         self._earlier: list[Completion] = []
+        self._num_ended = 0
+        """Tokens of the sequences in `earlier`, with what they answer."""
         self._num_used = 0
         """Tokens behind the first prompt."""
         self._num_turns = 0
@@ -142,9 +144,13 @@ class _Episode:
     def _goes_on(self, following: NextTurn, step: Step) -> bool:
         """Take the tokens before the next turn, if there is room for one token behind them."""
         num_between = len(following.between_ids)
-        room = self._room_behind(following.state, num_between)
+        num_ended = 0
+        if following.restart is not None:
+            num_ended = len(self._builder.token_ids)
+        room = self._room_behind(following.state, num_between, num_ended)
         if room < 1:
             return False
+        self._num_ended += num_ended
         if following.restart is not None:
             self._earlier.append(self._sequence("stop"))
             self._builder = SequenceBuilder(following.state.token_ids)
@@ -178,9 +184,17 @@ class _Episode:
             room = min(room, self._limits.turn_tokens)
         return max(room, 1)
 
-    def _room_behind(self, state: TurnState, num_between: int) -> int:
-        left = self._limits.episode_tokens - self._num_used - num_between
-        return min(left, self._limits.max_model_len - len(state.token_ids))
+    def _room_behind(self, state: TurnState, num_between: int, num_ended: int = 0) -> int:
+        """num_ended: tokens of a sequence that ends before this request."""
+        limits = self._limits
+        left = min(
+            limits.episode_tokens - self._num_used - num_between,
+            limits.max_model_len - len(state.token_ids),
+        )
+        if limits.recorded_tokens is not None:
+            num_ended += self._num_ended
+            left = min(left, limits.recorded_tokens - num_ended - len(state.token_ids))
+        return left
 
     def _sequence(self, finish_reason: str) -> Completion:
         return self._player.sequence(self._builder, finish_reason)

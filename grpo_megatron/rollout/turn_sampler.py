@@ -34,7 +34,7 @@ class EpisodeLimits:
     seconds: float
     recorded_tokens: int | None = None
     """Of all sequences together, with what they answer: a micro-batch must hold them. None: no
-    matter. Environments do not look at it."""
+    matter."""
 
 
 class TurnSampler:

@@ -171,6 +171,22 @@ def test_limits_end_an_episode_with_its_outcome_so_far(tokenizer, changes, num_t
     assert len(found.answered_ids) + found.num_tokens <= limits.max_model_len
 
 
+def test_a_micro_batch_holds_all_sequences_of_an_episode(tokenizer):
+    rewritten = CALL.replace('"arguments": ', '"arguments":')  # a restart behind each call
+    script = Script(tokenizer, *[rewritten] * 4)
+    limits = replace(LIMITS, episode_tokens=400)
+    whole = play(tokenizer, script, Calculator(), limits=limits)
+    sizes = [len(one.answered_ids) + one.num_tokens for one in whole.sequences]
+    assert len(sizes) == 4
+    for most in (sum(sizes), sum(sizes) - 1, sum(sizes[:2]), sizes[0]):
+        script = Script(tokenizer, *[rewritten] * 4)
+        found = play(tokenizer, script, Calculator(), limits=replace(limits, recorded_tokens=most))
+        sizes_found = [len(one.answered_ids) + one.num_tokens for one in found.sequences]
+        assert sum(sizes_found) <= most
+        assert (sizes_found == sizes) == (most == sum(sizes))
+        assert found.truncated
+
+
 def test_a_turn_that_its_budget_cuts_is_ended_by_the_template(tokenizer):
     limits = EpisodeLimits(**{f: getattr(LIMITS, f) for f in LIMITS.__slots__} | {"turn_tokens": 3})
     found = play(tokenizer, Script(tokenizer, "12345", "408", ends=False), Patient(), limits=limits)
