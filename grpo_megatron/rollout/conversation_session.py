@@ -24,7 +24,7 @@ from grpo_megatron.rollout.chat_messages import comparable, sent_message
 from grpo_megatron.rollout.segments import Ask, derive_seed
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
 from grpo_megatron.rollout.stop_strings import first_stop, first_tokens, num_tokens_to_stop
-from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler, tools_key
+from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
 from grpo_megatron.types import Completion
 
 _MOST_KNOWN = 1024
@@ -52,7 +52,6 @@ class _Conversation:
 
     messages: list[str]
     """As the program knows them, with the reply; see `comparable`."""
-    tools: str
     state: TurnState
     """Of the request that the reply answers."""
     sampled_ids: list[int]
@@ -178,7 +177,7 @@ class ConversationSession:
         """What is to be sampled; None while other requests may have all tokens that are left."""
         self._require_turns_and_time()
         turns = self._sampler.turn_tokens(tools)
-        known = self._longest_known(messages, tools_key(tools))
+        known = self._longest_known(messages)
         if known is None:
             state = self._begun(turns, messages)
             builder = SequenceBuilder(state.token_ids)
@@ -252,16 +251,17 @@ class ConversationSession:
             "that can be trained at once (trainer.max_tokens_per_microbatch)"
         )
 
-    def _longest_known(self, messages: Sequence[Message], tools: str) -> _Conversation | None:
+    def _longest_known(self, messages: Sequence[Message]) -> _Conversation | None:
         """The conversation that `messages` go on from, of equal ones one that nothing has gone on
-        from yet; None: they begin one."""
+        from yet; None: they begin one. With other tools the template writes another text, which
+        makes a restart of it."""
         asked = [comparable(message) for message in messages]
         best = None
         best_rank = (0, False)
         for found in self._known:
             length = len(found.messages)
             rank = (length, self._is_end(found))
-            if found.tools == tools and rank > best_rank and asked[:length] == found.messages:
+            if rank > best_rank and asked[:length] == found.messages:
                 best = found
                 best_rank = rank
         return best
@@ -356,7 +356,6 @@ class ConversationSession:
             reply = {**reply, "content": text}
         known = _Conversation(
             [comparable(message) for message in [*messages, sent]],
-            tools_key(tools),
             request.state,
             sampled_ids,
             reply,

@@ -60,7 +60,7 @@ class TurnSampler:
     def turn_tokens(self, tools: Sequence[ToolSchema]) -> TurnTokens:
         """The domain's turns with these tools, which are proved once. DataError where they cannot
         be."""
-        key = tools_key(tools)
+        key = json.dumps(list(tools), sort_keys=True)
         found = self._turn_tokens.pop(key, None)
         if found is None:
             found = self._make_turn_tokens(tools)
@@ -109,8 +109,3 @@ class TurnSampler:
             text=self.decode(found.token_ids.tolist()),
             answered_ids=builder.prompt_ids,
         )
-
-
-def tools_key(tools: Sequence[ToolSchema]) -> str:
-    """Equal for equal tools."""
-    return json.dumps(list(tools), sort_keys=True)

@@ -152,7 +152,8 @@ def test_keys_are_of_one_session(tokenizer, sampler):
             with door.serving(sessions[0]) as first, door.serving(sessions[1]) as second:
                 # equal conversations, which have nothing to do with one another
                 answers = [await ask(door.url, opened.key) for opened in (first, second)]
-            wrong = [await ask(door.url, key) for key in (first.key, "sk-wrong", "", None)]
+                wrong = [await ask(door.url, key) for key in (first.key[:-1], "", None)]
+            wrong.append(await ask(door.url, first.key))  # of a session that has ended
         return answers, wrong, [session.completion(1.0) for session in sessions]
 
     answers, wrong, records = asyncio.run(run())
