@@ -117,7 +117,8 @@ class SampleBatch:
     turns: Events | None = None
     """All turns of all samples; None: every sample is one turn of which nothing is known."""
     spoilt: Tensor | None = None
-    """bool [n]: tokens of turns that a tool's failure spoilt, which lose their loss; None: none."""
+    """bool [n]: tokens that lose their loss, of turns that a tool's failure spoilt or of weights
+    that are too old; None: none."""
     dropped: DroppedRewards | None = None
 
     def __len__(self) -> int:

@@ -40,6 +40,8 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Samples to be shown (see `telemetry.samples`)."""
     dropped_rewards: dict[str, list[float]] = {}
     """Rewards of samples that are not trained, by domain, where advantages need them."""
+    oldest_trained: int | None = None
+    """Tokens of older weight versions have no loss; None: all tokens have one."""
 
     @property
     def is_skipped(self) -> bool:

@@ -548,6 +548,20 @@ class SampleTable:
         sizes = [turn.end - turn.start for turn in turns]
         return np.repeat([turn.spoilt for turn in turns], sizes)
 
+    def too_old_tokens(self, row: int) -> np.ndarray:
+        """Which of the tokens that the policy sampled are of weights before the manifest's
+        `oldest_trained`, bool [n of it]."""
+        oldest = self.manifest.oldest_trained
+        if oldest is None:
+            return np.zeros(int(self.policy_lengths[row]), bool)
+        versions = self.versions(row)[self.policy_places(row)]
+        return np.asarray(versions < oldest)
+
+    def tokens_without_loss(self, row: int) -> np.ndarray:
+        """Which of the tokens that the policy sampled are spoilt or too old, bool [n of it]."""
+        found: np.ndarray = self.spoilt_tokens(row) | self.too_old_tokens(row)
+        return found
+
     def turns(self, row: int) -> tuple[Turn, ...]:
         """Return the turns of a completion; empty: the policy sampled all of it at once."""
         columns = self._shard(int(self.shard[row]))

@@ -348,8 +348,12 @@ class BatchConfig(Strict):
     epochs: int = Field(1, ge=1)
     """How many times each batch of rollouts is trained, always in the same updates; old log-probs
     stay those from before the first."""
-    max_staleness: int = Field(0, ge=0, le=1)
-    """0: strictly on-policy. 1: rollouts for step k+1 run while step k trains."""
+    max_staleness: int = Field(0, ge=0)
+    """0: strictly on-policy. N: rollouts run up to N steps ahead of the step that trains, so that
+    step k trains tokens of weight versions k - N to k."""
+    too_old: Literal["drop", "mask"] = "drop"
+    """Tokens that are older than the bound, where rollouts run ahead: their group is not trained,
+    or they alone have no loss."""
 
     @property
     def updates_per_step(self) -> int:

@@ -596,6 +596,22 @@ class RunConfig(Strict):
         )
 
     @property
+    def steps_sampled_at_once(self) -> int:
+        """How many steps engines may be asked for together: two where rollouts run several steps
+        ahead, publishes do not wait for them, and no prompt of a step is drawn by the answers of
+        the one before; else one."""
+        draws_by_answers = (
+            self.sampling.dynamic
+            or self.curriculum is not None
+            or self.seeding is not None
+            or self.allocation is not None
+            or self.correction is not None
+        )
+        if self.batch.max_staleness < 2 or self.publish.pause == "wait" or draws_by_answers:
+            return 1
+        return 2
+
+    @property
     def _groups_stay_on_one_engine(self) -> bool:
         """Whether all samples of a prompt are one request."""
         return not self.rollout.deterministic and self.allocation is None

@@ -143,6 +143,23 @@ def not_older(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:
     return [group for group in groups if _oldest_version(group, version) >= version]
 
 
+def partly_not_older(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:
+    """The groups with a token that weight version `version` or a newer one sampled, and those
+    without tokens."""
+    found = []
+    for group in groups:
+        newest = max(_tokens_by_version(group.group.completions), default=version)
+        if newest >= version:
+            found.append(group)
+    return found
+
+
+def num_older_tokens(groups: Sequence[ScoredGroup], version: int) -> int:
+    """Count the policy's tokens that were sampled before weight version `version`."""
+    tokens = _tokens_by_version(_completions(groups))
+    return sum(count for sampled_by, count in tokens.items() if sampled_by < version)
+
+
 def _oldest_version(group: ScoredGroup, default: int) -> int:
     """Of the weights that sampled a token of the group; `default` for a group without tokens."""
     return min(_tokens_by_version(group.group.completions), default=default)

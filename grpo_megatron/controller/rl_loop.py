@@ -1,7 +1,9 @@
-"""The RL loop: rollout → reward → train → publish, strictly on-policy or one step ahead.
+"""The RL loop: rollout → reward → train → publish, strictly on-policy or some steps ahead.
 
     max_staleness 0:  rollout k │ train k │ publish k+1 │ rollout k+1 │ …
     max_staleness 1:  rollout k+1 runs while step k trains; its samples are one version behind.
+    max_staleness N:  rollouts run up to step k+N while step k trains; its tokens are of versions
+                      k - N to k.
 
 All that a step trains on is on disk before; what is in the store is never sampled again."""
 
@@ -21,6 +23,7 @@ from grpo_megatron.controller.evaluation import Evaluator
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import prune_store, starting_steps
 from grpo_megatron.controller.rollout_batch import RecordedStep, StepSampler
+from grpo_megatron.controller.sampling_chain import SamplingChain
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.errors import EngineError, GrpoMegatronError, MismatchError
@@ -43,8 +46,8 @@ class RLLoop:
     Attributes:
         state: After the last step that was taken.
         steps: Where the samples of each step come from.
-        ahead: Whether a step is sampled while the one before trains.
-        asked: The task that samples the next step, where it was asked for already.
+        ahead: Whether steps are sampled while one before them trains.
+        chain: Steps that were asked for already.
         phase_seconds: Seconds by phase, over all steps of this attempt."""
 
     def __init__(
@@ -68,7 +71,7 @@ class RLLoop:
         self.run_dir = run_dir
         self.state = state
         self.ahead = config.batch.max_staleness > 0
-        self.asked: asyncio.Task[RecordedStep] | None = None
+        self.chain = SamplingChain(steps, config.steps_sampled_at_once)
         self.phase_seconds: Counter[str] = Counter()
         self.steps = steps
         self._splits = splits
@@ -100,35 +103,30 @@ class RLLoop:
                 await self._finish_checkpoint(wait=True)
             raise
         finally:
-            if self.asked:
-                self.asked.cancel()
-                await asyncio.gather(self.asked, return_exceptions=True)
+            await self.chain.close()
         await self._checkpoint(beside=False)
         return self.state
 
     async def take_step(self, *, more: bool) -> None:
-        """Take step `state.step`. With `more`, the next one's samples are asked for as soon as may
+        """Take step `state.step`. With `more`, the next ones' samples are asked for as soon as may
         be: ahead, while this one trains; else of engines that pause until they have its weights."""
         step = self.state.step
         self._phases.subject = f"step {step}"
-        if self.asked:
+        if self.chain:
             self._phases.show_sampling()
-        recorded = await self._collect(self.asked or self.steps.sample(step))
-        self.asked = None
+        recorded = await self._collect(self.chain.take(step))
         if self.ahead and more:
-            self.asked = asyncio.create_task(self.steps.sample(step + 1))
+            # engines have version `step` or, later, a newer one: no token is too old for its step
+            last = min(step + self.config.batch.max_staleness, self.config.num_steps - 1)
+            self.chain.ask(step + 1, last)
         report = await self._train(recorded)
-        if self.asked and self.config.publish.pause == "wait":
-            await self._finish_requests(self.asked)
+        if self.ahead and self.config.publish.pause == "wait":
+            # where no engine is alive, one may return only with the new weights
+            await self.chain.finish_running(lambda: bool(self._publisher.engines.alive))
         if not self.config.uses_dataset:
             await self._publish(step, more=more)
+        self.chain.go_on()
         await self._finish(recorded, report)
-
-    async def _finish_requests(self, asked: asyncio.Task[RecordedStep]) -> None:
-        """Wait until engines are done with what was asked, before their weights change; where none
-        is alive, one may return only with the new weights."""
-        while not asked.done() and self._publisher.engines.alive:
-            await asyncio.wait([asked], timeout=1.0)
 
     async def _collect(self, sampling: Awaitable[RecordedStep]) -> RecordedStep:
         """Wait for the step's samples and for the log-prob check of all engines that may have
@@ -203,7 +201,7 @@ class RLLoop:
         """Bring the weights after `step` to the engines, which may get the next requests first."""
         with self._phases.measure("publish"):
             if more and self._engines_may_be_asked_early(step):
-                self.asked = asyncio.create_task(self.steps.sample(step + 1))
+                self.chain.ask(step + 1, step + 1)
             await self._publisher.publish(step + 1)
             if self.ahead:
                 self._logprob_check = await self._check_logprobs()

@@ -22,7 +22,9 @@ from grpo_megatron.controller.group_filter import (
     GroupFilter,
     by_domain,
     not_older,
+    num_older_tokens,
     outcome_metrics,
+    partly_not_older,
     rollout_metrics,
     staleness,
 )
@@ -59,7 +61,7 @@ class StepSampler:
 
     Attributes:
         sampler: Draws the prompts.
-        ahead: Whether a step is sampled while the one before trains, by older weights."""
+        ahead: Whether a step is sampled while one before it trains, by older weights."""
 
     def __init__(
         self,
@@ -85,12 +87,23 @@ class StepSampler:
         self._tokenizer = tokenizer
         self.ahead = config.batch.max_staleness > 0
 
-    async def sample(self, step: int) -> RecordedStep:
-        """Return step `step`, recorded; one that the store has is never sampled again."""
+    async def sample(
+        self,
+        step: int,
+        *,
+        on_drawn: Callable[[], None] = lambda: None,
+        before_recording: Callable[[], Awaitable[None]] | None = None,
+    ) -> RecordedStep:
+        """Return step `step`, recorded; one that the store has is never sampled again.
+
+        on_drawn: is called when this step has drawn all of its prompts, at the latest before it
+        returns; the next step may draw then. before_recording: waits until this step may get into
+        the store."""
         directory = self._run_dir.step_store(step)
         if is_recorded(directory):
             recorded = read_manifest(directory)
             load_sampling(recorded.sampler, self.sampler, self._exemplars)  # its answers decided
+            on_drawn()
             return RecordedStep(step, directory, recorded)
 
         started = time.perf_counter()
@@ -98,12 +111,15 @@ class StepSampler:
         version = step  # of the weights that sample
         if self.ahead:
             version = self._publisher.version
-        sampled = await self._batches.groups_of(step)
+        sampled = await self._batches.groups_of(step, on_drawn)
         facts = self._facts(step, version, sampled)
         scored_at = time.perf_counter()
 
         groups = [scored.group for scored in sampled.groups]
         teacher_logprobs = await self._teachers.answers(groups)
+        answered_at = time.perf_counter()
+        if before_recording is not None:
+            await before_recording()
         written_from = time.perf_counter()
         await asyncio.to_thread(
             record_step,
@@ -119,11 +135,11 @@ class StepSampler:
         if not self.ahead:
             waited = max(0.0, self._publisher.resumed_at - started)
         seconds = {
-            "rollout": sampled.rollout_s - waited + time.perf_counter() - written_from,
+            "rollout": sampled.busy_s - waited + time.perf_counter() - written_from,
             "reward": scored_at - started - sampled.rollout_s,
         }
         if teacher_logprobs:
-            seconds["teachers"] = written_from - scored_at
+            seconds["teachers"] = answered_at - scored_at
         return RecordedStep(step, directory, facts, seconds, fresh=True)
 
     def _facts(self, step: int, version: int, sampled: "SampledStep") -> StepFacts:
@@ -143,10 +159,11 @@ class StepSampler:
             stale=is_stale,
             domains=[domain.name for domain in config.domains],
             verified_replicas=sorted(verified_replicas),
-            sampler=sampling_state(self.sampler, self._exemplars),
+            sampler=sampled.sampler,
             metrics=sampled.metrics | by_domain(lambda part: staleness(part, step), groups),
             extremes=extremes(step, groups, config.telemetry.samples_per_step),
             dropped_rewards=dropped,
+            oldest_trained=sampled.oldest_trained,
         )
 
 
@@ -174,7 +191,51 @@ class SampledStep:
     groups: list[ScoredGroup]  # to train, maybe none
     metrics: dict[str, float]  # of what was sampled, before any correction and selection
     rollout_s: float
+    busy_s: float  # of rollouts, none counted by two steps that were sampled at once
     dropped_rewards: dict[str, list[float]]  # by domain, of groups that the rules did not keep
+    sampler: dict[str, Any]  # state after the step's draws
+    oldest_trained: int | None  # as of `StepFacts`
+
+
+@dataclass
+class _OpenStep:
+    """A step that is being sampled."""
+
+    rollout_s: float = 0.0
+    first_tries: list[ScoredGroup] = field(default_factory=list)
+    """Everything before any correction."""
+
+
+class BusyClock:
+    """Seconds in which at least one of several things was going on."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._counted_until = 0.0
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        """One more is going on."""
+        self._count()
+        self._num_running += 1
+
+    def end(self) -> None:
+        """One of them has ended."""
+        self._count()
+        self._num_running -= 1
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        self._count()
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        if self._num_running:
+            self._seconds += now - self._counted_until
+        self._counted_until = now
 
 
 class RolloutBatchBuilder:
@@ -197,6 +258,7 @@ class RolloutBatchBuilder:
     ):
         self._config = config
         self._sampler = sampler
+        self._exemplars = exemplars
         self._rewards = rewards
         self._phases = phases
         self._filter = GroupFilter(config)
@@ -234,33 +296,45 @@ class RolloutBatchBuilder:
                 seeding=self._seeding,
             )
         self._surplus: list[ScoredGroup] = []
-        self._rollout_s = 0.0
-        self._first_tries: list[ScoredGroup] = []
-        """Of the step that is sampled: everything before any correction."""
+        self._draws_at_once = config.steps_sampled_at_once > 1
+        self._open: dict[int, _OpenStep] = {}
+        self._busy = BusyClock()
 
-    async def groups_of(self, step: int) -> SampledStep:
-        """Sample `step`; moves the sampler and its curriculum."""
+    async def groups_of(self, step: int, on_drawn: Callable[[], None]) -> SampledStep:
+        """Sample `step`; moves the sampler and its curriculum. `on_drawn` is called when the step
+        will draw no more prompts."""
         batch = self._config.batch
         settings = self._config.sampling
-        self._rewards.take_metrics()  # of evaluations
-        self._workers.take_metrics()
-        self._rollout_s = 0.0
-        self._first_tries = []
+        if not self._open:
+            self._rewards.take_metrics()  # of evaluations
+            self._workers.take_metrics()
+        opened = _OpenStep()
+        self._open[step] = opened
+        states: list[dict[str, Any]] = []
 
-        kept, sampled, num_rounds = await fill_batch(
-            settings,
-            batch.num_prompts,
-            self._sampler.acceptance,
-            self._surplus,
-            self._sampler.draw,
-            partial(self._score, step),
-            self._filter.keeps,
-        )
+        def draw(count: int, exclude: Collection[str] | None) -> list[Prompt]:
+            prompts = self._sampler.draw(count, exclude)
+            if self._draws_at_once:  # the only draw: its answers decide nothing
+                states.append(sampling_state(self._sampler, self._exemplars))
+                on_drawn()
+            return prompts
+
+        try:
+            kept, sampled, num_rounds = await fill_batch(
+                settings,
+                batch.num_prompts,
+                self._sampler.acceptance,
+                self._surplus,
+                draw,
+                partial(self._score, step),
+                partial(self._keeps, step),
+            )
+        finally:
+            del self._open[step]
         groups = kept[: batch.num_prompts]
         surplus = kept[batch.num_prompts :]
         # decided now, not when they are due: a resumed run then counts the same
-        oldest = step + 1 - batch.max_staleness - settings.surplus_staleness
-        self._surplus = not_older(surplus, oldest)
+        self._surplus = self._young_enough(surplus, self._oldest(step + 1))
         if not groups:
             show(
                 "message",
@@ -268,30 +342,71 @@ class RolloutBatchBuilder:
                 "(group/all_correct_fraction and all_wrong_fraction tell why)",
             )
 
-        self._tell_curriculum()
-        metrics = self._metrics(groups, sampled)
+        self._tell_curriculum(opened.first_tries)
+        metrics = self._metrics(opened.first_tries, groups, sampled)
+        oldest_trained = None
+        if batch.max_staleness > 0:
+            num_masked = num_older_tokens(groups, self._oldest(step))
+            if num_masked:
+                oldest_trained = self._oldest(step)
+            metrics["staleness/masked_tokens"] = num_masked
+            metrics["staleness/dropped_samples"] = self._num_dropped(step, sampled)
         metrics["sampling/rounds"] = num_rounds
         metrics["sampling/surplus"] = len(surplus)
         metrics["sampling/stale_dropped"] = len(surplus) - len(self._surplus)
         metrics["sampling/missing"] = batch.num_prompts - len(groups)
         metrics["sampling/skipped_steps"] = not groups
-        if sampled:
-            self._sampler.acceptance = metrics["sampling/acceptance_rate"]
+        if not self._draws_at_once:
+            if sampled:
+                self._sampler.acceptance = metrics["sampling/acceptance_rate"]
+            states.append(sampling_state(self._sampler, self._exemplars))
+            on_drawn()
         return SampledStep(
             groups,
             {name: float(value) for name, value in metrics.items()},
-            self._rollout_s,
+            opened.rollout_s,
+            self._busy.take(),
             dropped_rewards(self._filter, sampled),
+            states[-1],
+            oldest_trained,
         )
+
+    def _oldest(self, step: int) -> int:
+        """The oldest weight version of which step `step` may train tokens."""
+        return step - self._config.batch.max_staleness - self._config.sampling.surplus_staleness
+
+    def _young_enough(self, groups: Sequence[ScoredGroup], oldest: int) -> list[ScoredGroup]:
+        """Groups without a token of weights before `oldest`; where such tokens are masked, groups
+        with a token that is not."""
+        if self._config.batch.too_old == "mask":
+            return partly_not_older(groups, oldest)
+        return not_older(groups, oldest)
+
+    def _keeps(self, step: int, group: ScoredGroup) -> bool:
+        """Whether `step` trains a group that was sampled for it."""
+        return self._filter.keeps(group) and not self._is_too_old(step, group)
+
+    def _is_too_old(self, step: int, group: ScoredGroup) -> bool:
+        if self._config.batch.max_staleness == 0:
+            return False
+        return not self._young_enough([group], self._oldest(step))
+
+    def _num_dropped(self, step: int, sampled: Sequence[ScoredGroup]) -> int:
+        """Samples of groups that are not trained because they are too old."""
+        num_samples = 0
+        for group in sampled:
+            if self._is_too_old(step, group) and self._filter.keeps(group):
+                num_samples += len(group.rewards)
+        return num_samples
 
     async def _score(self, step: int, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
         """One round: sampled, scored and corrected groups of `prompts`."""
         if self._allocation is not None:
             scored = await self._allocation.sample(step, prompts)
         else:
-            groups = await self._sampled(self._answers.rollouts(step, prompts))
+            groups = await self._sampled(step, self._answers.rollouts(step, prompts))
             scored = await self._rewards.score(groups)
-        self._first_tries += scored
+        self._open[step].first_tries += scored
         if self._correction is None:
             return scored
         return await self._correction.retry(step, scored)
@@ -304,35 +419,42 @@ class RolloutBatchBuilder:
         samples: Sequence[range],
     ) -> list[ScoredGroup]:
         """Samples of the prompts `asked`, scored as answers to `prompts`."""
-        groups = await self._sampled(self._workers.rollouts(step, asked, samples=samples))
+        groups = await self._sampled(step, self._workers.rollouts(step, asked, samples=samples))
         answers = []
         for group, prompt in zip(groups, prompts, strict=True):
             answers.append(group.as_answers_to(prompt))
         return await self._rewards.score(answers)
 
     async def _sampled(
-        self, rollouts: Awaitable[list[RolloutGroup[StoredCompletion]]]
+        self, step: int, rollouts: Awaitable[list[RolloutGroup[StoredCompletion]]]
     ) -> list[RolloutGroup[StoredCompletion]]:
         """What `rollouts` gives; its time is counted, and what comes next is shown as rewards."""
         self._phases.show_sampling("rollout")
         started = time.perf_counter()
-        groups = await rollouts
-        self._rollout_s += time.perf_counter() - started
+        self._busy.begin()
+        try:
+            groups = await rollouts
+        finally:
+            self._busy.end()
+        self._open[step].rollout_s += time.perf_counter() - started
         self._phases.show_sampling("reward")
         return groups
 
-    def _tell_curriculum(self) -> None:
-        for group in self._first_tries:
+    def _tell_curriculum(self, first_tries: Sequence[ScoredGroup]) -> None:
+        for group in first_tries:
             correct = self._filter.unaided(group)
             if not np.isnan(correct).all():
                 self._sampler.observe(group.group.prompt, float(np.nanmean(correct)))
 
     def _metrics(
-        self, groups: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]
+        self,
+        first_tries: Sequence[ScoredGroup],
+        groups: Sequence[ScoredGroup],
+        sampled: Sequence[ScoredGroup],
     ) -> dict[str, float]:
         """Of what was sampled, before any correction and filter. groups: those to train; sampled:
         those of this step, corrected."""
-        seen = self._first_tries or groups
+        seen = first_tries or groups
         metrics: dict[str, float] = {}
         metrics |= by_domain(rollout_metrics, seen)
         metrics |= by_domain(self._filter.metrics, seen)
@@ -343,7 +465,7 @@ class RolloutBatchBuilder:
         if self._allocation is not None:
             metrics |= self._allocation.take_metrics()
         if self._seeding is not None:
-            metrics |= self._seeding.finish_step(self._first_tries)
+            metrics |= self._seeding.finish_step(first_tries)
         if self._correction is not None:  # acceptance is that of the corrected groups
             metrics |= self._correction.take_metrics()
             corrected = by_domain(self._filter.metrics, sampled or groups)

@@ -126,6 +126,7 @@ class Run:
     async def _begin(self) -> RunState | None:
         """Prepare step 0; None: told to stop in the cold start."""
         resources = self.resources
+        drop_disconnected(self.run_dir.store, 0)
         cold_start = None
         if self.config.cold_start is not None:
             cold_start = self._make_cold_start(self.config.cold_start)

@@ -7,12 +7,13 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from grpo_megatron.batching.spool import store_groups
+from grpo_megatron.batching.spool import StoredShard, store_groups
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import Phases
@@ -26,7 +27,7 @@ from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
 from grpo_megatron.trainer.requests import FinishCheckpoint, SaveCheckpoint, Train, TrainReport
-from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 from tests.controller.scored_groups import completion, prompt_of
 
 _CALLS = itertools.count()  # of all loops: a resumed one has the directory of the first
@@ -81,7 +82,14 @@ class Loop:
         self.states: dict[int, RunState] = {}
         self.unfinished: SaveCheckpoint | None = None
         self.writes_slowly = False  # a checkpoint is there when somebody waits for it
-        self.numbers: dict[str, range] = {}  # of the samples that were asked for last, by prompt
+        self.calls: dict[StoredShard, tuple[int, dict[str, range]]] = {}
+        """By the shard of its answers: step, and which samples of each prompt were asked for."""
+        self.rollout_s = lambda step: 0.0
+        self.rollout_may_end = lambda step, began_with: True  # began_with: weight version
+        self.train_s = lambda step: 0.0
+        self.training_may_end = lambda step: True
+        self.steps_in_engines: list[int] = []
+        self.most_steps_in_engines = 0
 
     def run(self, state: RunState = START) -> RunState:
         async def main() -> RunState:
@@ -147,22 +155,34 @@ class Loop:
     ) -> list[RolloutGroup]:
         self.sampled.append((step, len(prompts)))
         self.asked.append((step, self.version))
+        began_with = self.version
+        self.steps_in_engines.append(step)
+        self.most_steps_in_engines = max(
+            self.most_steps_in_engines, len(set(self.steps_in_engines))
+        )
         try:
             await self.weights_came.wait()
+            if not self.config.batch.max_staleness:
+                began_with = self.version
+            if self.rollout_s(step):
+                await asyncio.sleep(self.rollout_s(step))
+            while not self.rollout_may_end(step, began_with):
+                await asyncio.sleep(0.001)
         except asyncio.CancelledError:
             self.dropped.append(step)
             raise
+        finally:
+            self.steps_in_engines.remove(step)
         size = num_samples or self.config.batch.num_samples_per_prompt
         if samples is None:
             samples = [range(size)] * len(prompts)
-        self.numbers = dict(zip([p.prompt_id for p in prompts], samples, strict=True))
         groups = [
             RolloutGroup(
                 p,
                 tuple(
                     self.written(
                         place,
-                        completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3),
+                        self.completion(step, p, g, began_with),
                     )
                     for place, g in enumerate(numbers)
                 ),
@@ -170,16 +190,30 @@ class Loop:
             )
             for p, numbers in zip(prompts, samples, strict=True)
         ]
-        return store_groups(self.run_dir.root / "rollouts" / str(next(_CALLS)), groups)
+        found = store_groups(self.run_dir.root / "rollouts" / str(next(_CALLS)), groups)
+        numbers = dict(zip([p.prompt_id for p in prompts], samples, strict=True))
+        for group in found:
+            for one in group.completions:
+                self.calls[one.shard] = (step, numbers)
+        return found
+
+    def completion(self, step: int, prompt: Prompt, sample: int, began_with: int) -> Completion:
+        """Its first token is of the weights with which it began, the others of those of now."""
+        length = 1 + derive_seed(step, prompt.prompt_id, sample) % 5
+        found = completion(length, self.version, sample == 3)
+        if began_with == self.version:
+            return found
+        spans = [VersionSpan(began_with, 0, 1), VersionSpan(self.version, 1, length)]
+        return replace(found, versions=tuple(span for span in spans if span.start < span.end))
 
     async def score(self, groups) -> list[ScoredGroup]:
-        step = self.sampled[-1][0]
         scored = []
         for group in groups:
+            step, asked = self.calls[group.completions[0].shard]
             right = np.array(
                 [
                     float(self.answer(step, group.prompt, g))
-                    for g in self.numbers.get(group.prompt.prompt_id, range(len(group.completions)))
+                    for g in asked.get(group.prompt.prompt_id, range(len(group.completions)))
                 ]
             )
             scored.append(ScoredGroup(group, {"right": right, "short": 0 * right}, right))
@@ -190,6 +224,8 @@ class Loop:
 
     async def publish(self, version: int) -> None:
         await asyncio.sleep(0.01)  # what is asked for meanwhile waits
+        if self.config.batch.max_staleness and self.config.publish.pause == "wait":
+            assert not self.steps_in_engines
         if version == self.publish_fails_at:
             raise EngineError("no engine is alive")
         self.version, self.holds_requests = version, False
@@ -235,6 +271,9 @@ class Loop:
         self.exact.append(request.exact)
         table = SampleTable(request.directory)
         self.trained.append((request.directory.name, table))
+        await asyncio.sleep(self.train_s(table.manifest.step))
+        while not self.training_may_end(table.manifest.step):
+            await asyncio.sleep(0.001)
         assert len(table)
         for row in range(len(table)):  # what the controller lists, and what the shard holds
             assert table.prompt_lengths[row] == len(table.prompt_ids(row))

@@ -129,6 +129,7 @@ def write_groups(
     num_updates: int = 1,
     hf: dict | None = None,
     stale: bool = False,
+    oldest_trained: int | None = None,
 ) -> str:
     """Record the groups as a step, with random rewards."""
     rng = np.random.default_rng(seed + 1000)
@@ -138,7 +139,7 @@ def write_groups(
         size = len(group.completions)
         components = {"first": rng.normal(size=size), "second": rng.normal(size=size)}
         scored.append(ScoredGroup(group, components, rng.normal(size=size)))
-    facts = StepFacts(domains=DOMAINS, stale=stale)
+    facts = StepFacts(domains=DOMAINS, stale=stale, oldest_trained=oldest_trained)
     record_step(directory, scored, num_updates, facts, lambda ids: "")
     return str(directory)
 

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_megatron.batching.drift_file import read_drift
 from grpo_megatron.batching.store import SampleTable, read_decisions
-from grpo_megatron.types import RolloutGroup, Turn
+from grpo_megatron.types import Completion, RolloutGroup, Turn, VersionSpan
 from tests.trainer.episode_samples import (
     DOMAINS,
     by_hf_names,
@@ -120,6 +120,33 @@ def test_two_ranks_do_too(request, world2, moe_model, samples, layout):
 def test_spoilt_turns_have_no_gradient(world1, world2, moe_model, spoilt, layout):
     for world, settings in ((world1, {}), (world2, LAYOUTS_2[layout])):
         found = gradients(world, moe_model, spoilt, settings, aggregation="token_mean")
+        assert_as_plain_loop(found, moe_model, spoilt, "token_mean")
+
+
+def with_old_turns(sequence: Completion) -> Completion:
+    """Versions 2 for spoilt turns, which are sound then, and 5 for the rest."""
+    versions = np.full(sequence.num_tokens, 5)
+    for turn in sequence.turns:
+        if turn.spoilt:
+            versions[turn.start : turn.end] = 2
+    spans = [VersionSpan(int(version), i, i + 1) for i, version in enumerate(versions)]
+    turns = tuple(replace(turn, spoilt=False) for turn in sequence.turns)
+    earlier = tuple(with_old_turns(one) for one in sequence.earlier)
+    return replace(sequence, versions=tuple(spans), turns=turns, earlier=earlier)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "cp2"])
+def test_tokens_that_are_too_old_have_no_gradient(
+    world1, world2, moe_model, spoilt, tmp_path, layout
+):
+    """As if their turns were spoilt: the same store, in which versions say it."""
+    groups = []
+    for group in random_groups(5, forks=True, spoilt=True):
+        old = tuple(with_old_turns(one) for one in group.completions)
+        groups.append(replace(group, completions=old))
+    directory = write_groups(tmp_path / "step_000001", groups, oldest_trained=4)
+    for world, settings in ((world1, {}), (world2, LAYOUTS_2[layout])):
+        found = gradients(world, moe_model, directory, settings, aggregation="token_mean")
         assert_as_plain_loop(found, moe_model, spoilt, "token_mean")
 
 

@@ -216,6 +216,20 @@ def surplus_is_not_deterministic(run: RunConfig) -> Violation | None:
     )
 
 
+@RUN_RULES.rule("too_old_on_policy")
+def only_rollouts_ahead_are_too_old(run: RunConfig) -> Violation | None:
+    """Refuse to mask old tokens where there are none."""
+    if run.batch.too_old == "drop" or run.batch.max_staleness > 0:
+        return None
+    return Violation(
+        "batch.too_old",
+        "no token is too old with max_staleness=0: a step is sampled by the weights that it trains",
+        nearest=("drop",),
+        remedy="set batch.too_old=drop or batch.max_staleness=1",
+        related=("batch.max_staleness",),
+    )
+
+
 @RUN_RULES.rule("deterministic_staleness")
 def stale_rollouts_are_not_deterministic(run: RunConfig) -> Violation | None:
     """Refuse rollouts ahead of training in deterministic runs."""

@@ -241,6 +241,7 @@ def _generation_seconds(
         lengths=lengths,
         capacity=_sequences_at_once(config, plan, lengths),
         weight_share=_weight_share(config),
+        batches_in_flight=_batches_in_flight(config),
         is_eager=rollout.engine_argument("--enforce-eager") is not None,
     )
     return generation_seconds(sizes, load, machine)
@@ -341,7 +342,7 @@ def _prediction(
         step_mfu=flops / (step.step_s * peak * num_gpus),
         trainer_utilisation=trainer.total_s / step.step_s,
         engine_utilisation=step.generation_s / step.step_s,
-        staleness_versions=float(config.batch.max_staleness * step.overlaps),
+        staleness_versions=float(_staleness_versions(config, step)),
         staleness_updates=_staleness_updates(config, step),
         gpu_hours_per_step=gpu_hours,
         gpu_hours=gpu_hours * config.num_steps,
@@ -350,14 +351,29 @@ def _prediction(
     )
 
 
+def _batches_in_flight(config: RunConfig) -> int:
+    """Steps that engines generate at once."""
+    if not overlaps(config):
+        return 1
+    return config.steps_sampled_at_once
+
+
+def _staleness_versions(config: RunConfig, step: StepSeconds) -> int:
+    """As many as the recipe allows where engines are faster than the trainer, and wait for it; else
+    no more than the steps that they generate at once."""
+    if not step.overlaps:
+        return 0
+    if step.generation_s >= step.trainer.total_s:
+        return min(config.batch.max_staleness, config.steps_sampled_at_once)
+    return config.batch.max_staleness
+
+
 def _staleness_updates(config: RunConfig, step: StepSeconds) -> float:
     """Updates of the step itself, half of them on the mean, and those of the steps between."""
     updates = config.batch.updates_per_step
     if config.kind != "rl":
         return 0.0
-    between = 0
-    if step.overlaps:
-        between = config.batch.max_staleness * updates
+    between = _staleness_versions(config, step) * updates
     return between + (updates - 1) / 2
 
 

@@ -42,7 +42,7 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
     for name, values in table.components.items():
         components[name] = torch.from_numpy(table.of_episodes(values))
         component_weights[name] = _component_weights(config, name)[domains]
-    turns, spoilt = _turns(table)
+    turns = _turns(table)
     batch = SampleBatch(
         rewards=torch.from_numpy(table.of_episodes(table.reward)),
         group_ids=torch.from_numpy(table.of_episodes(table.group)).long(),
@@ -54,7 +54,7 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
         component_weights=component_weights,
         events=_step_events(table),
         turns=turns,
-        spoilt=spoilt,
+        spoilt=_without_loss(table),
         correct=_correct(config, table),
         dropped=_dropped(table, names),
     )
@@ -98,18 +98,26 @@ def _step_events(table: SampleTable) -> Events | None:
     )
 
 
-def _turns(table: SampleTable) -> tuple[Events | None, torch.Tensor | None]:
-    """The turns of all episodes, and which of their policy tokens are spoilt, bool [n]; None where
-    no sample has turns, or none is spoilt."""
+def _turns(table: SampleTable) -> Events | None:
+    """The turns of all episodes; None where no sample has turns."""
     if not table.has_turns:
-        return None, None
+        return None
     samples: list[list[tuple[Sequence[Turn], int]]] = [[] for _ in table.first_rows]
     for row, episode in enumerate(table.episode.tolist()):
         samples[episode].append((table.turns(row), int(table.completion_lengths[row])))
-    turns, spoilt = turn_events(samples)
-    if not spoilt.any():
-        return turns, None
-    return turns, spoilt
+    turns, _ = turn_events(samples)
+    return turns
+
+
+def _without_loss(table: SampleTable) -> torch.Tensor | None:
+    """Which policy tokens are of a spoilt turn or too old, bool [n]; None where none is."""
+    if not table.has_turns and table.manifest.oldest_trained is None:
+        return None
+    parts = [table.tokens_without_loss(row) for row in range(len(table))]
+    found = np.concatenate([np.zeros(0, bool), *parts])
+    if not found.any():
+        return None
+    return torch.from_numpy(found)
 
 
 def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | None:

@@ -27,7 +27,8 @@ from grpo_megatron.trainer.steps.teachers import Teachers
 
 
 class TokenLoss:
-    """A `LossFunction` in which every policy token has the weight `weight`, and of a spoilt turn 0.
+    """A `LossFunction` in which every policy token has the weight `weight`, and 0 if it is
+    of a spoilt turn or too old.
 
     Without teachers it is the negative log-likelihood, else the divergence from them."""
 
@@ -54,13 +55,14 @@ class TokenLoss:
 
     def _weights(self, microbatch: MicroBatch, where: torch.device) -> float | torch.Tensor:
         """Of each token, [n]; a number where all weigh the same."""
-        if not self.table.has_turns:
+        if not self.table.has_turns and self.table.manifest.oldest_trained is None:
             return self.weight
-        parts = [self.table.spoilt_tokens(row) for row in microbatch.table_rows.tolist()]
-        spoilt = np.concatenate([np.zeros(0, bool), *parts])
-        if not spoilt.any():
+        parts = [self.table.tokens_without_loss(row) for row in microbatch.table_rows.tolist()]
+        without_loss = np.concatenate([np.zeros(0, bool), *parts])
+        if not without_loss.any():
             return self.weight
-        return to_device(torch.from_numpy(np.where(spoilt, 0.0, self.weight)).float(), where)
+        weights = np.where(without_loss, 0.0, self.weight)
+        return to_device(torch.from_numpy(weights).float(), where)
 
 
 def _likelihood_loss(

@@ -46,6 +46,29 @@ def test_phases_add_up_to_the_step():
     assert (beside.staleness_versions, apart.staleness_versions) == (1, 0)
 
 
+def test_several_steps_ahead():
+    """Engines that do not wait for the end of a step are faster; tokens are as old as allowed only
+    where the trainer is what a step waits for."""
+    one, waiting, kept = (
+        predicted(
+            SMALL,
+            "sampling.dynamic=false",
+            f"batch.max_staleness={ahead}",
+            f"publish.pause={pause}",
+        )
+        for ahead, pause in ((1, "keep"), (4, "wait"), (4, "keep"))
+    )
+    assert waiting.generation_s == one.generation_s > kept.generation_s
+    for found, at_once in ((waiting, 1), (kept, 2)):
+        expected = 4
+        if found.generation_s >= found.trainer_s:
+            expected = at_once
+        assert found.staleness_versions == expected
+        assert found.staleness_updates >= expected
+    slow = predicted(SMALL, "batch.max_staleness=4", answer_tokens=32)
+    assert slow.trainer_s > slow.generation_s and slow.staleness_versions == 4
+
+
 def test_shared_prompts_are_computed_once():
     shared = predicted(SMALL, prompt_tokens=1000, answer_tokens=1000)
     alone = predicted(SMALL, "trainer.share_prefixes=false", prompt_tokens=1000, answer_tokens=1000)
