@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_megatron.batching.manifest import read_manifest
 from tests import engine_faults
 from tests.e2e import runs
 
@@ -257,3 +259,38 @@ def test_a_dead_replica_or_worker_is_named_and_the_run_goes_on(tmp_path, role):
     assert f"{role} died" in output
     assert "stopping after this step with a checkpoint" in output
     assert runs.no_survivors(run)
+
+
+@pytest.mark.chaos
+def test_steps_sampled_ahead_survive_a_kill(tmp_path):
+    """Up to four steps ahead, with weights that come in while completions are running: what was
+    recorded before the kill is trained as it is, and no token is older than the bound."""
+    process = runs.start(
+        "train",
+        runs.RECIPE,
+        f"runs_dir={tmp_path}",
+        "num_steps=10",
+        "batch.max_staleness=4",
+        "publish.pause=keep",
+        "rollout.deterministic=false",
+        "rollout.segment_tokens=4",
+        "objective.preset=grpo",
+        "checkpoint.interval=3",
+    )
+    run = tmp_path / "short"
+    runs.wait_for_steps(run, 4, process)
+    os.kill(runs.role_pid(run, "controller"), signal.SIGKILL)
+    runs.finish(process)
+    recorded = {path.name: read_manifest(path) for path in (run / "store").glob("step_*[0-9]")}
+    done = runs.command("resume", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runs.metrics(run)
+    assert [record["step"] for record in records] == list(range(10))
+    for record in records:
+        ages = [name for name in record if name.removeprefix("staleness/").isdigit()]
+        assert max(int(name.removeprefix("staleness/")) for name in ages) <= 4
+    assert recorded
+    for manifest in recorded.values():
+        trained = records[manifest.step]
+        assert trained["reward/mean"] == manifest.metrics["reward/mean"]
+        assert trained["policy/version"] == manifest.version
