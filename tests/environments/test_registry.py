@@ -149,6 +149,7 @@ def test_nothing_starts_with_an_environment_that_cannot_be_made(
         monkeypatch.setenv(name, "x")
     site = ["--site", "bare"] if command == "submit" else []
     settings = [
+        "cold_start=null",
         "domains.0.template=chat",
         "domains.0.environment.name=calculator",
         f"domains.0.environment.{setting}",
