@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_megatron.batching.prefix_rows import SamplePaths
-from grpo_megatron.batching.store import Fork, SampleTable
+from grpo_megatron.batching.sequences import Fork
+from grpo_megatron.batching.store import SampleTable
 
 _NO_PARENT = -1
 

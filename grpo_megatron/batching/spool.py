@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from grpo_megatron.batching.manifest import ShardEntry
-from grpo_megatron.batching.store import shard_order, write_shard
+from grpo_megatron.batching.sequences import shard_order
+from grpo_megatron.batching.store import write_shard
 from grpo_megatron.errors import SetupError, raised_as
 from grpo_megatron.file_part import FilePart
 from grpo_megatron.files import link_or_copy, sync

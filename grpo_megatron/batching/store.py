@@ -11,7 +11,7 @@ final name is whole. It carries samples to the trainer, is the crash log, and ca
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
 from grpo_megatron.batching.manifest import ShardEntry, StepFacts, read_manifest, write_manifest
-from grpo_megatron.batching.route_file import RouteFile, first_difference, num_routed, write_routes
+from grpo_megatron.batching.route_file import RouteFile, write_routes
+from grpo_megatron.batching.sequences import NO_SEQUENCE, Fork, fork_columns, shard_order
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
@@ -44,62 +45,6 @@ _ROW_COLUMNS = {
 }
 _LENGTH_COLUMNS = ("prompt_length", "completion_length", "policy_length")
 UNKNOWN = -1
-
-
-@dataclass(frozen=True)
-class ShardOrder:
-    """How the sequences of groups lie in a shard: by the tokens that they answer."""
-
-    groups: list[RolloutGroup[Completion]]
-    """One for each prompt that is answered, with all sequences that answer it."""
-    has_own_prompt: list[bool]
-    """Of these, whether the prompt is another than that of the group that was given."""
-    places: list[list[int]]
-    """Of every completion, in the order given: the numbers of its sequences in the shard, that of
-    the completion itself last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """A sequence that begins as an earlier one of its episode."""
-
-    after: int
-    """The row of the earlier one; -1: of none."""
-    num_tokens: int
-    """How many tokens are the same, of prompt and response. Where there are routes, these are the
-    same, too; the last token of a sequence has none, and is not shared."""
-    is_cut: bool
-    """Whether more tokens are the same, on which the engine's routes differ."""
-
-
-def shard_order(groups: Sequence[RolloutGroup[Completion]]) -> ShardOrder:
-    """Put the sequences of `groups` into the order of a shard: completions without earlier
-    sequences or answered ids of their own keep the one that they have."""
-    parts: list[RolloutGroup[Completion]] = []
-    has_own_prompt: list[bool] = []
-    places: list[list[int]] = []
-    num_before = 0
-    for group in groups:
-        by_prompt: dict[tuple[int, ...], list[Completion]] = {}
-        found: list[list[tuple[tuple[int, ...], int]]] = []
-        for completion in group.completions:
-            of_completion = []
-            for sequence in completion.sequences:
-                prompt_ids = sequence.prompt_ids(group.prompt)
-                behind = by_prompt.setdefault(prompt_ids, [])
-                of_completion.append((prompt_ids, len(behind)))
-                behind.append(sequence)
-            found.append(of_completion)
-        starts = {}
-        for prompt_ids, sequences in by_prompt.items():
-            starts[prompt_ids] = num_before
-            num_before += len(sequences)
-            prompt = replace(group.prompt, token_ids=prompt_ids)
-            parts.append(RolloutGroup(prompt, tuple(sequences), group.replica))
-            has_own_prompt.append(prompt_ids != group.prompt.token_ids)
-        for of_completion in found:
-            places.append([starts[prompt_ids] + number for prompt_ids, number in of_completion])
-    return ShardOrder(parts, has_own_prompt, places)
 
 
 def write_shard(
@@ -146,7 +91,7 @@ def write_shard(
     columns |= _kept_columns(completions)
     columns |= _turn_columns(completions)
     prompts_of = [prompts[number] for number in group_of]
-    columns |= _fork_columns(order.places, prompts_of, completions, with_routes=bool(route_shape))
+    columns |= fork_columns(order.places, prompts_of, completions, with_routes=bool(route_shape))
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape, new=new)
     checksum = write_columns(path, columns, new=new)
@@ -208,13 +153,13 @@ def _turn_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
         return {}
     turns: list[Turn] = []
     num_turns = []
-    number_of: dict[str, int] = {"": UNKNOWN}
+    number_of: dict[str, int] = {}
     for completion in completions:
         num_turns.append(len(completion.turns))
         for turn in completion.turns:
             turns.append(turn)
-            number_of.setdefault(turn.state, len(number_of) - 1)
-    del number_of[""]
+            if turn.state:
+                number_of.setdefault(turn.state, len(number_of))
     states = [state.encode("utf-8", "surrogatepass") for state in number_of]
     number_of[""] = UNKNOWN
     return {
@@ -227,78 +172,6 @@ def _turn_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
         "state_texts": np.frombuffer(b"".join(states), np.uint8),
         "state_offsets": _offsets([len(state) for state in states]),
     }
-
-
-def _fork_columns(
-    places: Sequence[Sequence[int]],
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Completion],
-    *,
-    with_routes: bool,
-) -> dict[str, np.ndarray]:
-    """What later sequences of episodes share with those before; no columns where all are single.
-
-    places: as of `ShardOrder`; prompts, completions: of every sample of the shard."""
-    if all(len(of_episode) == 1 for of_episode in places):
-        return {}
-    forks = [Fork(UNKNOWN, 0, False)] * len(completions)
-    for of_episode in places:
-        tokens = []
-        for place in of_episode:
-            prompt_ids = np.asarray(prompts[place], np.int32)
-            tokens.append(np.concatenate([prompt_ids, completions[place].token_ids]))
-        routed = None
-        if with_routes:
-            routed = [(completions[place], len(prompts[place])) for place in of_episode]
-        for number, place in enumerate(of_episode):
-            found = _fork(number, tokens, routed)
-            if found.after != UNKNOWN:
-                found = replace(found, after=of_episode[found.after])
-            forks[place] = found
-    return {
-        "fork_after": np.array([fork.after for fork in forks], np.int64),
-        "fork_tokens": np.array([fork.num_tokens for fork in forks], np.int64),
-        "fork_is_cut": np.array([fork.is_cut for fork in forks], np.uint8),
-    }
-
-
-def _fork(
-    number: int,
-    tokens: Sequence[np.ndarray],
-    routed: Sequence[tuple[Completion, int]] | None,
-) -> Fork:
-    """What sequence `number` of an episode shares with an earlier one, by its number there.
-
-    tokens: of prompt and response, by sequence; routed: response and length of the prompt, where
-    routes must be the same, too."""
-    num_equal = []
-    for earlier in range(number):
-        equal = _num_equal_tokens(tokens[earlier], tokens[number])
-        if routed is not None:
-            equal = min(equal, num_routed(*routed[earlier]), num_routed(*routed[number]))
-        num_equal.append(equal)
-    best = Fork(UNKNOWN, 0, False)
-    # the longest first: routes of the others are read only where it is cut short
-    for earlier in np.argsort([-equal for equal in num_equal], kind="stable").tolist():
-        if num_equal[earlier] <= best.num_tokens:
-            break
-        num_shared = num_equal[earlier]
-        if routed is not None:
-            one, num_prompt = routed[earlier]
-            other, num_other_prompt = routed[number]
-            num_shared = first_difference(one, num_prompt, other, num_other_prompt, num_shared)
-        if num_shared > best.num_tokens:
-            best = Fork(earlier, num_shared, False)
-    return replace(best, is_cut=best.num_tokens < max(num_equal, default=0))
-
-
-def _num_equal_tokens(one: np.ndarray, other: np.ndarray) -> int:
-    """With how many equal tokens two sequences begin, int32 both."""
-    num_compared = min(len(one), len(other))
-    differs = one[:num_compared] != other[:num_compared]
-    if not differs.any():
-        return num_compared
-    return int(differs.argmax())
 
 
 def _ragged(
@@ -592,7 +465,7 @@ class SampleTable:
         for other in range(first_row, row):
             if self.shard[other] == self.shard[row] and self.index[other] == earlier:
                 return Fork(other, int(columns["fork_tokens"][sample]), is_cut)
-        return Fork(UNKNOWN, 0, is_cut)
+        return Fork(NO_SEQUENCE, 0, is_cut)
 
     def of_episodes(self, column: np.ndarray) -> np.ndarray:
         """Take what is decided of samples by episode. column: [N], equal in rows of an episode;

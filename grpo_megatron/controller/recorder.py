@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.batching.manifest import StepFacts, is_recorded
+from grpo_megatron.batching.sequences import shard_order
 from grpo_megatron.batching.spool import StoredShard, link_shard
 from grpo_megatron.batching.store import (
     SampleRow,
     begin_step,
     finish_step,
-    shard_order,
     write_shard,
 )
 from grpo_megatron.checkpoints.retention import complete_steps

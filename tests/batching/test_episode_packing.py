@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.prefix_rows import SamplePaths, lay_out
+from grpo_megatron.batching.sequences import Fork, shard_order
 from grpo_megatron.batching.shared_prompts import shared_prompts
 from grpo_megatron.batching.store import (
-    Fork,
     SampleRow,
     SampleTable,
     begin_step,
     finish_step,
-    shard_order,
     write_shard,
 )
 from grpo_megatron.errors import DataError
