@@ -435,6 +435,17 @@ class SampleTable:
         found: np.ndarray = self.spoilt_tokens(row) | self.too_old_tokens(row)
         return found
 
+    def without_loss(self, rows: np.ndarray) -> np.ndarray | None:
+        """`tokens_without_loss` of some rows, int64, one after another, bool [n of them]; None
+        where all have a loss."""
+        if not self.has_turns and self.manifest.oldest_trained is None:
+            return None
+        parts = [self.tokens_without_loss(row) for row in rows.tolist()]
+        found = _concatenate(parts, bool)
+        if not found.any():
+            return None
+        return found
+
     def turns(self, row: int) -> tuple[Turn, ...]:
         """Return the turns of a completion; empty: the policy sampled all of it at once."""
         columns = self._shard(int(self.shard[row]))

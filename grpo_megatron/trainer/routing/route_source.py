@@ -223,7 +223,8 @@ class RouteSource:
             sample_of_token = next(places_on_host)
             of_uses = of_sample[sample_of_token].float()
             if constants.batch.spoilt is not None:
-                of_uses[constants.batch.spoilt[constants.batch.flat_index(samples)]] = 0.0
+                is_spoilt = constants.batch.spoilt[constants.batch.flat_index(samples)]
+                of_uses[is_spoilt] = 0.0
             if self._counts_once:
                 of_uses = of_uses / microbatch.uses.in_update[of_tokens]
             at_tokens.index_add_(0, of_tokens, of_uses)

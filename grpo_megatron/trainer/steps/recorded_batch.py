@@ -42,7 +42,6 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
     for name, values in table.components.items():
         components[name] = torch.from_numpy(table.of_episodes(values))
         component_weights[name] = _component_weights(config, name)[domains]
-    turns = _turns(table)
     batch = SampleBatch(
         rewards=torch.from_numpy(table.of_episodes(table.reward)),
         group_ids=torch.from_numpy(table.of_episodes(table.group)).long(),
@@ -53,7 +52,7 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
         components=components,
         component_weights=component_weights,
         events=_step_events(table),
-        turns=turns,
+        turns=_turns(table),
         spoilt=_without_loss(table),
         correct=_correct(config, table),
         dropped=_dropped(table, names),
@@ -83,10 +82,8 @@ def _step_events(table: SampleTable) -> Events | None:
     rows, ends, rewards = table.steps
     if not len(rows):
         return None
-    is_first = np.zeros(len(table), bool)
-    is_first[table.first_rows] = True
     offsets = np.cumsum(table.policy_lengths) - table.policy_lengths
-    starts = offsets - offsets[is_first][table.episode]
+    starts = offsets - table.of_episodes(offsets)[table.episode]
     last_tokens = np.empty(len(rows), np.int64)
     for number, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
         num_before = int(np.searchsorted(table.policy_places(row), end, side="right"))
@@ -105,17 +102,13 @@ def _turns(table: SampleTable) -> Events | None:
     samples: list[list[tuple[Sequence[Turn], int]]] = [[] for _ in table.first_rows]
     for row, episode in enumerate(table.episode.tolist()):
         samples[episode].append((table.turns(row), int(table.completion_lengths[row])))
-    turns, _ = turn_events(samples)
-    return turns
+    return turn_events(samples)
 
 
 def _without_loss(table: SampleTable) -> torch.Tensor | None:
     """Which policy tokens are of a spoilt turn or too old, bool [n]; None where none is."""
-    if not table.has_turns and table.manifest.oldest_trained is None:
-        return None
-    parts = [table.tokens_without_loss(row) for row in range(len(table))]
-    found = np.concatenate([np.zeros(0, bool), *parts])
-    if not found.any():
+    found = table.without_loss(np.arange(len(table)))
+    if found is None:
         return None
     return torch.from_numpy(found)
 

@@ -202,13 +202,14 @@ class PolicyDriftMonitor:
             of_samples = batch.means(advantages.values)
         else:
             by_token = batch.to_tokens(advantages.values)
+        starts = np.cumsum(self._table.policy_lengths) - self._table.policy_lengths
         stats = Stats()
         for microbatch, meter, before, after in self._measured(self._logprobs()):
             samples = torch.from_numpy(microbatch.samples)
             of_tokens = to_device(of_samples[samples], after.device)[microbatch.sample]
             measure_move(meter, "step", after - before, of_tokens)
             stats.add(meter.stats)
-            self._keep(microbatch.table_rows, before, after, by_token)
+            self._keep(microbatch.table_rows, before, after, starts, by_token)
         return optimizer_step.reduce_stats(stats)
 
     def _keep(
@@ -216,16 +217,16 @@ class PolicyDriftMonitor:
         rows: np.ndarray,
         before: torch.Tensor,
         after: torch.Tensor,
+        starts: np.ndarray,
         advantages: torch.Tensor,
     ) -> None:
         """Put the samples of a micro-batch into `moved`. rows: int64; before, after: fp32 [n] of
-        these; advantages: [n] of the step."""
+        these; starts: int64 [N], of every row of the table in advantages, [n] of the step."""
         lengths = self._table.policy_lengths[rows].tolist()
-        offsets = np.concatenate([[0], np.cumsum(self._table.policy_lengths)])
         before, after = to_host([before, after])
         parts = zip(rows.tolist(), before.split(lengths), after.split(lengths), strict=True)
         for row, of_before, of_after in parts:
-            of_sample = advantages[offsets[row] : offsets[row + 1]]
+            of_sample = advantages[starts[row] : starts[row] + len(of_before)]
             self.moved[row] = SampleDrift(
                 of_before.numpy(), of_after.numpy(), of_sample.float().cpu().numpy()
             )

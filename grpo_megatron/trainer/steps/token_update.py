@@ -55,11 +55,8 @@ class TokenLoss:
 
     def _weights(self, microbatch: MicroBatch, where: torch.device) -> float | torch.Tensor:
         """Of each token, [n]; a number where all weigh the same."""
-        if not self.table.has_turns and self.table.manifest.oldest_trained is None:
-            return self.weight
-        parts = [self.table.tokens_without_loss(row) for row in microbatch.table_rows.tolist()]
-        without_loss = np.concatenate([np.zeros(0, bool), *parts])
-        if not without_loss.any():
+        without_loss = self.table.without_loss(microbatch.table_rows)
+        if without_loss is None:
             return self.weight
         weights = np.where(without_loss, 0.0, self.weight)
         return to_device(torch.from_numpy(weights).float(), where)
