@@ -47,15 +47,14 @@ Sequences = Sequence[tuple[Sequence[Turn], int]]
 """Of a sample's sequences, their turns, and how many tokens their responses have."""
 
 
-def turn_events(samples: Sequence[Sequences]) -> tuple[Events, Tensor]:
-    """The turns of samples, and which of their policy tokens are of a spoilt one: bool [n].
+def turn_events(samples: Sequence[Sequences]) -> Events:
+    """The turns of samples, as places among their policy tokens.
 
     A sequence without turns is one turn; one without tokens is none."""
     sample_of: list[int] = []
     ends: list[int] = []
     rewards: list[float] = []
     states: list[int] = []
-    spoilt: list[Tensor] = []
     number_of: dict[str, int] = {}
     num_states = 0
     for sample, sequences in enumerate(samples):
@@ -75,14 +74,12 @@ def turn_events(samples: Sequence[Sequences]) -> tuple[Events, Tensor]:
                 ends.append(num_tokens - 1)
                 rewards.append(turn.reward)
                 states.append(number)
-                spoilt.append(torch.full((size,), turn.spoilt))
-    events = Events(
+    return Events(
         sample=torch.tensor(sample_of, dtype=torch.int64),
         end=torch.tensor(ends, dtype=torch.int64),
         reward=torch.tensor(rewards, dtype=torch.float64),
         state=torch.tensor(states, dtype=torch.int64),
     )
-    return events, torch.cat([torch.zeros(0, dtype=torch.bool), *spoilt])
 
 
 @dataclass(frozen=True)

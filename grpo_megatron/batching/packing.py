@@ -329,8 +329,12 @@ def _parts_of(
     while num_units < len(family):
         parts = _level(sizes, costs, order, num_units, room)
         if parts is not None:
-            chosen = [[family[place] for place in part] for part in parts if len(part)]
-            return [_unit(paths, episodes, max_tokens) for episodes in chosen]
+            units = []
+            for part in parts:
+                if len(part):
+                    episodes = [family[place] for place in part]
+                    units.append(_unit(paths, episodes, max_tokens))
+            return units
         num_units += 1
     return [_unit(paths, [rows], max_tokens) for rows in family]
 

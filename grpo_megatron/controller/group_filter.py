@@ -219,13 +219,16 @@ def _step_events(group: ScoredGroup) -> Events | None:
 def _turns(group: ScoredGroup) -> Events | None:
     """Turns of the group's episodes; None where they have none."""
     samples = []
+    has_turns = False
     for completion in group.group.completions:
-        samples.append([(one.turns, one.num_tokens) for one in completion.sequences])
-    has_turns = any(turns for sequences in samples for turns, _ in sequences)
+        sequences = []
+        for sequence in completion.sequences:
+            sequences.append((sequence.turns, sequence.num_tokens))
+            has_turns |= bool(sequence.turns)
+        samples.append(sequences)
     if not has_turns:
         return None
-    turns, _ = turn_events(samples)
-    return turns
+    return turn_events(samples)
 
 
 def _completions(groups: Sequence[ScoredGroup]) -> list[StoredCompletion]:

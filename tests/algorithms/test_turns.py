@@ -231,14 +231,13 @@ def test_a_spoilt_turn_stays_in_the_denominators():
 def test_turns_tile_the_policy_tokens_of_an_episode():
     """Of two sequences one after the other, with tokens of the environment left out."""
     two = [((Turn(1, 3, 0.5, "s"), Turn(5, 6)), 8), ((), 2)]
-    one = [((Turn(0, 2, math.nan, "s", True),), 2)]
-    events, spoilt = turn_events([two, one, [((), 0)]])
+    one = [((Turn(0, 2, math.nan, "s"),), 2)]
+    events = turn_events([two, one, [((), 0)]])
     assert events.sample.tolist() == [0, 0, 0, 1]
     assert events.end.tolist() == [1, 2, 4, 1]
     np.testing.assert_array_equal(events.reward, [0.5, math.nan, math.nan, math.nan])
     states = events.state.tolist()
     assert states[0] == states[3] and len(set(states)) == 3
-    assert spoilt.tolist() == [False] * 5 + [True] * 2
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=4))
@@ -252,7 +251,7 @@ def test_every_token_is_in_the_turn_that_was_recorded(sizes):
             turns.append(Turn(start, start + size))
             start += size + 2
         samples.append([(tuple(turns), start)])
-    events, _ = turn_events(samples)
+    events = turn_events(samples)
     case = {
         "rewards": [0.0] * len(sizes),
         "group_ids": [0] * len(sizes),
