@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,4 +224,3 @@ def test_tokens_of_spoilt_turns(tmp_path):
     part = batch.subset(torch.tensor([1, 0]))
     assert part.spoilt is not None
     assert part.spoilt.tolist() == [False, False, False, False, True, True, True]
-    assert math.isnan(one.turns[1].reward)
