@@ -313,6 +313,11 @@ class LossConstants:
             of_tokens = values[rows].to(logprobs.dtype).repeat_interleave(counts)
             return to_device(of_tokens, device)
 
+        def at_tokens(column: Tensor | None) -> Tensor | None:
+            if column is None:
+                return None
+            return to_device(column[index], device)
+
         if self.advantages.per_token:
             advantages = to_device(self.advantages.values[index].to(logprobs.dtype), device)
         else:
@@ -330,15 +335,6 @@ class LossConstants:
         positive_weights = None
         if self.positive_weights is not None:
             positive_weights = to_tokens(self.positive_weights)
-        low_entropy = None
-        if self.low_entropy is not None:
-            low_entropy = to_device(self.low_entropy[index], device)
-        covariant = None
-        if self.covariant is not None:
-            covariant = to_device(self.covariant[index], device)
-        spoilt = None
-        if self.batch.spoilt is not None:
-            spoilt = to_device(self.batch.spoilt[index], device)
         masks = None
         if replayed_masks is not None:
             masks = {}
@@ -362,9 +358,9 @@ class LossConstants:
             weight_slopes=weight_slopes,
             preference=preference,
             positive_weights=positive_weights,
-            low_entropy=low_entropy,
-            covariant=covariant,
-            spoilt=spoilt,
+            low_entropy=at_tokens(self.low_entropy),
+            covariant=at_tokens(self.covariant),
+            spoilt=at_tokens(self.batch.spoilt),
             replayed_masks=masks,
         )
 
