@@ -14,7 +14,7 @@ from grpo_megatron.network import Endpoint
 from grpo_megatron.types import Problem
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ResetRequest(msgspec.Struct, frozen=True):
     """The body of `/reset`."""
 
     question: str
@@ -23,39 +23,39 @@ class Asked(msgspec.Struct, frozen=True):
     seed: int
 
 
-class Acted(msgspec.Struct, frozen=True):
+class StepRequest(msgspec.Struct, frozen=True):
     """The body of `/step`."""
 
     episode: str
     reply: Reply
 
 
-class Ended(msgspec.Struct, frozen=True):
+class CloseRequest(msgspec.Struct, frozen=True):
     """The body of `/close`."""
 
     episode: str
 
 
-class Begun(msgspec.Struct, frozen=True):
+class ResetAnswer(msgspec.Struct, frozen=True):
     """What `/reset` answers."""
 
     episode: str
     observation: PackedObservation
 
 
-class Went(msgspec.Struct, frozen=True):
+class StepAnswer(msgspec.Struct, frozen=True):
     """What `/step` answers."""
 
     step: PackedStep
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RefusedAnswer(msgspec.Struct, frozen=True):
     """What an answer that is no success says."""
 
     reason: str = ""
 
 
-class Nothing(msgspec.Struct, frozen=True):
+class CloseAnswer(msgspec.Struct, frozen=True):
     """What `/close` answers."""
 
 
@@ -93,21 +93,21 @@ class RemoteEnvironment:
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
         """Begin an episode on the server."""
-        asked = Asked(problem.question, problem.answer, dict(problem.metadata), seed)
-        begun = await self._ask("reset", asked, Begun)
+        asked = ResetRequest(problem.question, problem.answer, dict(problem.metadata), seed)
+        begun = await self._ask("reset", asked, ResetAnswer)
         self._episode = begun.episode
         return begun.observation.observation
 
     async def step(self, reply: Reply) -> Step:
         """Reply to a turn."""
-        return (await self._ask("step", Acted(self._episode, reply), Went)).step.step
+        return (await self._ask("step", StepRequest(self._episode, reply), StepAnswer)).step.step
 
     async def close(self) -> None:
         """End the episode on the server, which would end it by itself after a while."""
         if self._episode:
             episode = self._episode
             self._episode = ""
-            await self._ask("close", Ended(episode), Nothing)
+            await self._ask("close", CloseRequest(episode), CloseAnswer)
 
     async def _ask(self, path: str, body: Any, kind: type[_Answer]) -> _Answer:
         where = f"{self._url}/{path}"
@@ -141,7 +141,7 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 
 def _refusal(where: str, status: int, content: bytes) -> str:
     try:
-        reason = msgspec.json.decode(content, type=Refused).reason
+        reason = msgspec.json.decode(content, type=RefusedAnswer).reason
     except ValueError:
         reason = content[:200].decode(errors="replace")
     if status == 422:

@@ -29,7 +29,7 @@ from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.environments.host import EnvironmentHost, HostedEnvironment
 from grpo_megatron.environments.protocol import Unscorable
-from grpo_megatron.environments.remote import Acted, Asked, Ended
+from grpo_megatron.environments.remote import CloseRequest, ResetRequest, StepRequest
 from grpo_megatron.environments.wire import ENCODER, LONGEST_LINE, PackedObservation, PackedStep
 from grpo_megatron.errors import EpisodeError, GrpoMegatronError
 from grpo_megatron.network import LOOPBACK, Endpoint, own_address
@@ -101,7 +101,7 @@ class Server:
             return _json({"reason": error.message}, 422)
 
     async def _reset(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=Asked)
+        asked = msgspec.json.decode(await request.read(), type=ResetRequest)
         environment = self._host.environment(_DOMAIN)
         problem = Problem(asked.question, asked.answer, asked.metadata)
         try:
@@ -114,7 +114,7 @@ class Server:
         return _json({"episode": number, "observation": PackedObservation.of(observation)})
 
     async def _step(self, request: web.Request) -> web.Response:
-        acted = msgspec.json.decode(await request.read(), type=Acted)
+        acted = msgspec.json.decode(await request.read(), type=StepRequest)
         episode = self._episodes[acted.episode]
         async with episode.busy:
             step = await episode.environment.step(acted.reply)
@@ -122,7 +122,7 @@ class Server:
         return _json({"step": PackedStep.of(step)})
 
     async def _close(self, request: web.Request) -> web.Response:
-        ended = msgspec.json.decode(await request.read(), type=Ended)
+        ended = msgspec.json.decode(await request.read(), type=CloseRequest)
         episode = self._episodes.pop(ended.episode)
         await episode.environment.close()
         return _json({})
