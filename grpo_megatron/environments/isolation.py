@@ -25,18 +25,7 @@ _ALLOWED_FAMILIES = (socket.AF_UNIX, socket.AF_NETLINK)  # the second sets up a 
 _PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER = 1
 _ALL_THREADS = 1
-# instructions of the classic BPF machine, as in `rewards.seccomp`
-_LOAD = 0x20
-_EQUAL = 0x15
-_AT_LEAST = 0x35
-_RETURN = 0x06
-_NUMBER_AT = 0
-_ARCHITECTURE_AT = 4
-_FIRST_ARGUMENT_AT = 16
-_ALLOW = 0x7FFF0000
-_KILL = 0x80000000
 _REFUSE = 0x50000 | errno.EACCES
-_NO_CALL = 0x50000 | errno.ENOSYS
 _IO_URING_SETUP = 425
 _FIRST_OF_X32 = 0x40000000  # x86-64: the same calls under other numbers
 
@@ -85,22 +74,22 @@ def refuse_network() -> None:
 
 def _filter(machine: str) -> bytes:
     steps = [
-        (_LOAD, 0, 0, _ARCHITECTURE_AT),
-        (_EQUAL, 1, 0, seccomp.ARCHITECTURES[machine]["audit"]),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER_AT),
-        (_AT_LEAST, 0, 1, _FIRST_OF_X32),
-        (_RETURN, 0, 0, _NO_CALL),
-        (_EQUAL, 0, 1, _IO_URING_SETUP),
-        (_RETURN, 0, 0, _NO_CALL),
-        (_EQUAL, 1, 0, _SOCKET_CALL[machine]),
-        (_RETURN, 0, 0, _ALLOW),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+        (seccomp.LOAD, 0, 0, seccomp.ARCHITECTURE_AT),
+        (seccomp.EQUAL, 1, 0, seccomp.ARCHITECTURES[machine]["audit"]),
+        (seccomp.RETURN, 0, 0, seccomp.KILL),
+        (seccomp.LOAD, 0, 0, seccomp.NUMBER_AT),
+        (seccomp.AT_LEAST, 0, 1, _FIRST_OF_X32),
+        (seccomp.RETURN, 0, 0, seccomp.NO_CALL),
+        (seccomp.EQUAL, 0, 1, _IO_URING_SETUP),
+        (seccomp.RETURN, 0, 0, seccomp.NO_CALL),
+        (seccomp.EQUAL, 1, 0, _SOCKET_CALL[machine]),
+        (seccomp.RETURN, 0, 0, seccomp.ALLOW),
+        (seccomp.LOAD, 0, 0, seccomp.FIRST_ARGUMENT_AT),
     ]
     for family in _ALLOWED_FAMILIES:
-        steps += [(_EQUAL, 0, 1, int(family)), (_RETURN, 0, 0, _ALLOW)]
-    steps.append((_RETURN, 0, 0, _REFUSE))
-    return b"".join(struct.pack("=HBBI", *step) for step in steps)
+        steps += [(seccomp.EQUAL, 0, 1, int(family)), (seccomp.RETURN, 0, 0, seccomp.ALLOW)]
+    steps.append((seccomp.RETURN, 0, 0, _REFUSE))
+    return seccomp.assembled(steps)
 
 
 def _lower(kind: int, limit: int) -> None:
