@@ -10,12 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
 from grpo_megatron.cli.typed_replies import InputLines, call_text, typed_call
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.data.dataset_answers import end_of_turn
+from grpo_megatron.data.dataset_answers import end_of_turn, unsampled
 from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.prompts import load_prompts, tokenised
 from grpo_megatron.data.sources import iterate_problems
@@ -33,7 +31,7 @@ from grpo_megatron.errors import ConfigError, DataError, EpisodeError, SetupErro
 from grpo_megatron.rollout.episode_domains import episode_domains
 from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.rollout.segments import derive_seed
-from grpo_megatron.types import Completion, Problem, Prompt, VersionSpan
+from grpo_megatron.types import Completion, Problem, Prompt
 
 Say = Callable[[str], None]
 
@@ -200,9 +198,7 @@ class _Table:
             ids = ids[:room]
         self._seen = [*token_ids, *ids]
         self._num_turns += 1
-        sampled = np.array(ids, np.int32)
-        logprobs = np.full(len(ids), -np.inf, np.float32)
-        return [Completion(sampled, logprobs, (VersionSpan(0, 0, len(ids)),), finish_reason, "")]
+        return [unsampled(ids, 0, finish_reason, "")]
 
     def show_step(self, step: Step) -> None:
         """What the environment made of a turn."""

@@ -4,17 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import TurnTemplate
-from grpo_megatron.data.dataset_answers import DatasetAnswers, end_of_turn
+from grpo_megatron.data.dataset_answers import DatasetAnswers, end_of_turn, unsampled
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.episode_domains import OpenEnvironment, episode_domains
 from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.rollout.segments import Ask, derive_seed
-from grpo_megatron.types import Completion, Prompt, VersionSpan
+from grpo_megatron.types import Completion, Prompt
 
 
 class Demonstrations:
@@ -91,7 +89,7 @@ class _Turns:
                     remedy="demonstrate turns up to the end of the episode",
                 )
             text = template.response(prompt.question, prompt.answer, prompt.metadata)
-            ids = np.array([*self._tokenizer.encode(text, where=self.where), *self._end], np.int32)
+            ids = [*self._tokenizer.encode(text, where=self.where), *self._end]
             if len(ids) > settings["max_tokens"]:
                 raise DataError(
                     f"a demonstrated turn has {len(ids)} tokens, and {settings['max_tokens']} are "
@@ -99,7 +97,6 @@ class _Turns:
                     where=self.where,
                     remedy="shorten it, or raise turn_tokens, episode_tokens or max_model_len",
                 )
-            logprobs = np.full(len(ids), -np.inf, np.float32)
-            return [Completion(ids, logprobs, (VersionSpan(0, 0, len(ids)),), "stop", text)]
+            return [unsampled(ids, 0, "stop", text)]
 
         return ask

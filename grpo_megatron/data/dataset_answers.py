@@ -69,14 +69,19 @@ class DatasetAnswers:
         finish_reason = "stop"
         if len(tokens) > self._longest:
             finish_reason = "length"
-        ids = np.asarray(tokens[: self._longest], np.int32)
-        return Completion(
-            ids,
-            np.full(len(ids), -np.inf, np.float32),
-            (VersionSpan(step, 0, len(ids)),),
-            finish_reason,
-            text,
-        )
+        return unsampled(tokens[: self._longest], step, finish_reason, text)
+
+
+def unsampled(token_ids: Sequence[int], step: int, finish_reason: str, text: str) -> Completion:
+    """A completion that no policy has sampled, as of the weights of `step`; its log-probs count as
+    unusable."""
+    return Completion(
+        np.array(token_ids, np.int32),
+        np.full(len(token_ids), -np.inf, np.float32),
+        (VersionSpan(step, 0, len(token_ids)),),
+        finish_reason,
+        text,
+    )
 
 
 def end_of_turn(domain: DomainConfig, tokenizer: TextTokenizer) -> tuple[int, ...]:

@@ -16,25 +16,6 @@ from grpo_megatron.rollout.conversation_session import ChatReply
 MODEL = "policy"
 """The only model; requests may name any."""
 
-_KNOWN = (
-    "messages",
-    "model",
-    "tools",
-    "tool_choice",
-    "max_tokens",
-    "max_completion_tokens",
-    "n",
-    "stream",
-    "stream_options",
-    "stop",
-    "response_format",
-    "functions",
-    "function_call",
-    "logprobs",
-    "top_logprobs",
-    "logit_bias",
-    "modalities",
-)
 _MOST_TOOLS = 256
 _MOST_STOPS = 16
 _MOST_IGNORED = 32
@@ -119,10 +100,11 @@ def read_request(body: bytes) -> tuple[ChatRequest, list[str]]:
 
 def _ignored(fields: Mapping[str, Any]) -> list[str]:
     """Names that can stand in a header, of fields with a value that nobody reads."""
+    known = ChatRequest.__struct_fields__
     found = []
     for name, value in fields.items():
         is_name = name.isascii() and name.isidentifier() and len(name) < 40
-        if is_name and name not in _KNOWN and value is not None:
+        if is_name and name not in known and value is not None:
             found.append(name)
     return sorted(found)[:_MOST_IGNORED]
 
