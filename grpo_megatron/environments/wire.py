@@ -182,7 +182,10 @@ ANSWERS: msgspec.json.Decoder[Answer | Beat] = msgspec.json.Decoder(Answer | Bea
 
 def line(message: Any) -> bytes:
     """A message as a line. Raises TypeError or ValueError for what is no JSON or no text."""
-    return ENCODER.encode(message) + b"\n"
+    try:
+        return ENCODER.encode(message) + b"\n"
+    except RecursionError as error:
+        raise ValueError("a value of it contains itself, or is nested too deeply") from error
 
 
 def _packed(value: float) -> _Number:

@@ -119,6 +119,10 @@ async def obey(text):
         return Step(SAID, NAN, outcome=Outcome(NAN, {"seen": NAN, "moves": 2.0}))
     if word == "object":
         return Step(({"role": "user", "content": "x", "extra": object()},))
+    if word == "endless":
+        extra = []
+        extra.append(extra)
+        return Step(({"role": "user", "content": "x", "extra": extra},))
     if word == "spoilt":
         return Step(spoilt=True)
     if word == "done":

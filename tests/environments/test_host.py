@@ -118,6 +118,7 @@ def test_shipped_environments_play_the_same_in_a_process(name):
         ("files", "it raised OSError"),
         ("surrogate", "its reply is no JSON"),
         ("object", "its reply is no JSON"),
+        ("endless", "its reply is no JSON"),
         ("huge_state", "its reply has 10.0 MiB"),
         ("nothing", "step returned no message"),
     ],
