@@ -14,8 +14,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,12 +45,14 @@ from grpo_megatron.environments.wire import (
     line,
 )
 from grpo_megatron.errors import EpisodeError
+from grpo_megatron.orphans import start_worker
 from grpo_megatron.types import Problem
 
 MAX_ENDS = 32
 """Processes that an environment may cost without an episode that ends well in between."""
 MAX_SPOILT = 256
 """Episodes that it may spoil, each by itself, without one that ends well in between."""
+_WORKER = "grpo_megatron.environments.environment_worker"
 _STARTUP_S = 120.0
 _CLOSE_S = 2.0
 _TICK_S = 0.25
@@ -210,30 +210,8 @@ class EnvironmentProcess:
         await self._lose("its host was closed")
 
     async def _open(self) -> asyncio.StreamReader:
-        """Start it in a session of its own: Ctrl-C reaches the parent only, a kill also what an
-        environment started."""
-        ours, theirs = socket.socketpair()
-        python_path = [entry or os.getcwd() for entry in sys.path]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(python_path),
-        }
-        with theirs, self._log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "grpo_megatron.environments.environment_worker",
-                str(theirs.fileno()),
-                str(os.getpid()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=environment,
-            )
+        """Start it, and say what it runs."""
+        self._process, ours = await start_worker(_WORKER, self._log_path)
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
         with contextlib.suppress(ConnectionError):  # it has ended: its missing answer says so
             self._writer.write(line(self._begin))
@@ -257,9 +235,7 @@ class EnvironmentProcess:
                     future.set_result(answer)
         except ConnectionError:
             reason = "its process ended"
-        except msgspec.MsgspecError as error:
-            reason = f"its process wrote what is no answer: {error}"
-        except ValueError as error:  # a line over the limit, or bytes that are no UTF-8
+        except ValueError as error:  # no answer, a line over the limit, or no UTF-8
             reason = f"its process wrote what is no answer: {error}"
         await self._lose(reason)
 

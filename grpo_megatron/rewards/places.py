@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
-import sys
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.network import Endpoint
+from grpo_megatron.orphans import start_worker
 
+_WORKER = "grpo_megatron.rewards.reward_worker"
 _LONGEST_LINE = 1 << 26
 _CONNECT_S = 10.0
 WELCOME = b"ready\n"
@@ -66,29 +66,8 @@ class LocalPlace:
         self._opened: Opened | None = None
 
     async def open(self) -> Opened:
-        """Start the process in a session of its own: Ctrl-C reaches the parent only, a kill also
-        what a reward started."""
-        ours, theirs = socket.socketpair()
-        python_path = [entry or os.getcwd() for entry in sys.path]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",  # there are many workers
-            "PYTHONPATH": os.pathsep.join(python_path),
-        }
-        with theirs, self.log_path.open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "grpo_megatron.rewards.reward_worker",
-                str(theirs.fileno()),
-                str(os.getpid()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=environment,
-            )
+        """Start the process."""
+        self.process, ours = await start_worker(_WORKER, self.log_path)
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
         self._opened = Opened(reader, writer)
         return self._opened
