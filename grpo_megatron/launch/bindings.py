@@ -1,16 +1,20 @@
 """What a recipe names outside of itself, in Python and in data files, is tried before processes
 start or a job waits in a queue."""
 
+import contextlib
+
 from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.chat_template import read_chat_template
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import first_problem
+from grpo_megatron.data.tool_calls import AUTO, FORMATS
 from grpo_megatron.environments.registry import bind
-from grpo_megatron.errors import EpisodeError, RewardError
+from grpo_megatron.errors import ConfigError, EpisodeError, RewardError
 from grpo_megatron.rewards.pool import components_of
 from grpo_megatron.rollout.agent_command import find_program
+from grpo_megatron.rollout.tool_parsers import require_format
 
 SKIP_REMEDY = "if only the cluster has it, submit with --skip-reward-check"
 
@@ -30,7 +34,7 @@ def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
 
 
 def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
-    """Find every domain's environment or agent, and check its arguments.
+    """Find every domain's environment or agent, and check its arguments and its format of calls.
 
     Raises EpisodeError as its processes would when they start. remedy: what else would help."""
     for domain in config.domains:
@@ -39,11 +43,27 @@ def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
                 bind(domain.hosted.name, domain.hosted.arguments)
             elif domain.agent is not None:
                 find_program(domain.agent.command)
+            if domain.episodes is not None:
+                _refuse_unknown_format(domain.episodes.tool_format)
         except EpisodeError as error:
             error.where = f"[[domains]] {domain.name}, {domain.episodes_table}"
             if remedy:
                 error.remedy = f"{error.remedy or 'correct the recipe'}; {remedy}"
             raise
+
+
+def _refuse_unknown_format(name: str) -> None:
+    """EpisodeError where nothing reads calls in this format.
+
+    vLLM is imported for a name that only its own list can have; where it is not installed, the
+    rollout workers look there."""
+    if name == AUTO or name in FORMATS:
+        return
+    try:
+        with contextlib.suppress(ImportError):
+            require_format(name)
+    except ConfigError as error:
+        raise EpisodeError(f"tool_format: {error.message}", remedy=error.remedy) from error
 
 
 def refuse_unbound_objective(config: RunConfig) -> None:

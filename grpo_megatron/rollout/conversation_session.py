@@ -139,6 +139,7 @@ class ConversationSession:
                 max_tokens=request.num_allowed,
                 seed=request.seed,
                 routes_from=request.builder.routes_from,
+                tools=tools,
             )
             sampled = _stopped(request, sampled, stops)
         finally:

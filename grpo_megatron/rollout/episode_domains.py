@@ -101,9 +101,11 @@ class _Domains:
     ) -> _Sampler:
         template = self._tokenizer.chat_template
         assert template is not None  # rule environment_template, and PromptRenderer
+        reader = ReplyReader(settings.tool_format, template, self._tokenizer_directory)
         return kind(
             turn_tokens=partial(self._turn_tokens, domain),
-            read_reply=ReplyReader(settings.tool_format, template, self._tokenizer_directory),
+            read_reply=reader,
+            load_reading=reader.load,
             decode=self._tokenizer.decode,
             segment_tokens=self._config.rollout.segment_tokens,
         )

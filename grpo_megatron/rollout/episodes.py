@@ -171,6 +171,7 @@ class _Episode:
             max_tokens=room,
             seed=seed,
             routes_from=self._builder.routes_from,
+            tools=self._tools,
         )
         self._builder.add_turn(sampled, self._label)
         self._num_used += sampled.num_tokens

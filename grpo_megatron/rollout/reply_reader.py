@@ -1,5 +1,6 @@
 """A turn's text as the environment and as the chat template want it."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,19 +14,32 @@ class ReplyReader:
     """Reads replies of one domain; parsers of calls are loaded with the first tools.
 
     tool_format: `environment.tool_format`; tokenizer_directory: where its tokenizer is. ConfigError
-    and DataError as of `call_format` and `ToolCallReader`, at the first reply."""
+    and DataError as of `call_format` and `ToolCallReader`, when they are loaded."""
 
     def __init__(self, tool_format: str, template: ChatTemplate, tokenizer_directory: Path):
         self._tool_format = tool_format
         self._template = template
         self._tokenizer_directory = tokenizer_directory
         self._calls: ToolCallReader | None = None
+        self._loading = asyncio.Lock()
+
+    async def load(self, tools: Sequence[ToolSchema]) -> None:
+        """Load the parsers for replies with these tools in a thread: requests of other episodes go
+        on meanwhile."""
+        if not tools or self._calls is not None:
+            return
+        async with self._loading:
+            if self._calls is None:
+                self._calls = await asyncio.to_thread(self._reader_of_calls)
 
     def __call__(self, text: str, tools: Sequence[ToolSchema], turn: int) -> ReadReply:
         """Read the reply of turn number `turn`; without tools it is all text."""
         if not tools:
             return ReadReply(Reply(text), {"role": "assistant", "content": text})
         if self._calls is None:
-            format_name = call_format(self._tool_format, self._template)
-            self._calls = ToolCallReader(format_name, self._tokenizer_directory)
+            self._calls = self._reader_of_calls()
         return self._calls.read(text, tools, turn=turn)
+
+    def _reader_of_calls(self) -> ToolCallReader:
+        format_name = call_format(self._tool_format, self._template)
+        return ToolCallReader(format_name, self._tokenizer_directory)

@@ -1,8 +1,8 @@
 """Calls of tools in a reply, read by vLLM's parsers, which need no engine.
 
 Importing them takes about ten seconds of a processor and 700 MiB, once in a process, when the
-first reader is made. What they leave open is decided here: a thought has no calls, a malformed call
-is one clear text for the policy, and ids do not depend on chance."""
+first reader is made, or a format is looked up. What they leave open is decided here: a thought has
+no calls, a malformed call is one clear text for the policy, and ids do not depend on chance."""
 
 import json
 import logging
@@ -42,6 +42,19 @@ class _Malformed(Exception):
     """Says what is wrong with a call."""
 
 
+def require_format(name: str) -> None:
+    """Raise ConfigError where vLLM has no parser of this name."""
+    from vllm.tool_parsers import ToolParserManager
+
+    known = ToolParserManager.list_registered()
+    if name not in known:
+        raise ConfigError(
+            f"there is no format {name!r} of calls",
+            where="tool_format",
+            remedy=did_you_mean(name, known),
+        )
+
+
 class ToolCallReader:
     """Reads calls in one format. `tokenizer_directory`: parsers look up special tokens in it.
 
@@ -54,13 +67,7 @@ class ToolCallReader:
 
         for name in _PARSERS:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-        known = ToolParserManager.list_registered()
-        if format_name not in known:
-            raise ConfigError(
-                f"there is no format {format_name!r} of calls",
-                where="tool_format",
-                remedy=did_you_mean(format_name, known),
-            )
+        require_format(format_name)
         self.format_name = format_name
         self._parser_class = ToolParserManager.get_tool_parser(format_name)
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory, local_files_only=True)

@@ -1,8 +1,9 @@
 """What the episodes of a domain share, whoever drives them: turns as tokens, sampled and read."""
 
+import asyncio
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_megatron.data.conversation import Message
@@ -37,22 +38,28 @@ class EpisodeLimits:
     matter."""
 
 
+async def _load_nothing(_: Sequence[ToolSchema]) -> None:
+    """What needs no parsers is ready."""
+
+
 class TurnSampler:
     """Samples the turns of one domain's episodes; holds no state of any of them.
 
     turn_tokens: of the domain's template with these tools, proved; read_reply: see `ReplyReading`;
-    decode: token ids to text."""
+    load_reading: readies it for replies with these tools; decode: token ids to text."""
 
     def __init__(
         self,
         *,
         turn_tokens: Callable[[Sequence[ToolSchema]], TurnTokens],
         read_reply: ReplyReading,
+        load_reading: Callable[[Sequence[ToolSchema]], Awaitable[None]] = _load_nothing,
         decode: Callable[[Sequence[int]], str],
         segment_tokens: int | None = None,
     ):
         self.read_reply = read_reply
         self.decode = decode
+        self._load_reading = load_reading
         self._segment_tokens = segment_tokens
         self._make_turn_tokens = turn_tokens
         self._turn_tokens: dict[str, TurnTokens] = {}
@@ -77,17 +84,24 @@ class TurnSampler:
         max_tokens: int,
         seed: int | None,
         routes_from: int,
+        tools: Sequence[ToolSchema] = (),
     ) -> Completion:
-        """One turn behind `token_ids`. Raises what `ask` raises."""
-        (sampled,) = await complete(
-            ask,
-            token_ids,
-            n=1,
-            max_tokens=max_tokens,
-            seed=seed,
-            segment_tokens=self._segment_tokens,
-            routes_from=routes_from,
-        )
+        """One turn behind `token_ids`; while it is sampled, what reads replies with `tools` is
+        loaded. Raises what `ask` raises, and what is wrong with the format of calls."""
+        loading = asyncio.ensure_future(self._load_reading(tools))
+        try:
+            (sampled,) = await complete(
+                ask,
+                token_ids,
+                n=1,
+                max_tokens=max_tokens,
+                seed=seed,
+                segment_tokens=self._segment_tokens,
+                routes_from=routes_from,
+            )
+            await loading
+        finally:
+            loading.cancel()
         return sampled
 
     async def stand_in(self, ask: Ask, question: str, seed: int | None) -> SequenceBuilder:

@@ -1,0 +1,128 @@
+"""Parsers of calls are loaded beside the sampling of the first turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.data.tool_calls import FORMATS
+from grpo_megatron.environments.protocol import Reply
+from grpo_megatron.errors import ConfigError, EpisodeError
+from grpo_megatron.launch import bindings
+from grpo_megatron.rollout import reply_reader
+from grpo_megatron.rollout.reply_reader import ReplyReader
+from grpo_megatron.rollout.tool_parsers import ReadReply
+from grpo_megatron.rollout.turn_sampler import TurnSampler
+from grpo_megatron.types import Completion, VersionSpan
+from tests.rollout.scripted import TOOL
+
+SAMPLED = Completion(np.array([5]), np.array([-0.5]), (VersionSpan(0, 0, 1),), "stop", "")
+
+
+def sample(sampler, ask, tools):
+    return sampler.sample(ask, [1], max_tokens=1, seed=None, routes_from=0, tools=tools)
+
+
+def test_parsers_are_made_once_in_a_thread(monkeypatch):
+    threads = []
+
+    class Reader:
+        def __init__(self, format_name, directory):
+            threads.append(threading.current_thread())
+
+        def read(self, text, tools, *, turn):
+            return ReadReply(Reply(text), {})
+
+    monkeypatch.setattr(reply_reader, "ToolCallReader", Reader)
+    reader = ReplyReader("hermes", None, None)
+
+    async def load_often():
+        await reader.load(())
+        assert not threads
+        await asyncio.gather(*(reader.load([TOOL]) for _ in range(8)))
+
+    asyncio.run(load_often())
+    assert reader("a", [TOOL], 0).reply.text == "a"
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_a_turn_is_sampled_while_parsers_are_loaded():
+    async def play():
+        is_asked = asyncio.Event()
+        is_loading = asyncio.Event()
+        loaded = []
+
+        async def load(tools):
+            is_loading.set()
+            await is_asked.wait()
+            loaded.append(tools)
+
+        async def ask(token_ids, **_):
+            is_asked.set()
+            await is_loading.wait()
+            return [SAMPLED]
+
+        sampler = TurnSampler(turn_tokens=None, read_reply=None, load_reading=load, decode=None)
+        async with asyncio.timeout(30):
+            await sample(sampler, ask, [TOOL])
+        assert loaded == [[TOOL]]
+
+    asyncio.run(play())
+
+
+def test_a_format_that_nobody_reads_ends_the_turn():
+    async def ask(token_ids, **_):
+        return [SAMPLED]
+
+    async def load(tools):
+        raise ConfigError("there is no format")
+
+    sampler = TurnSampler(turn_tokens=None, read_reply=None, load_reading=load, decode=None)
+    with pytest.raises(ConfigError, match="no format"):
+        asyncio.run(sample(sampler, ask, [TOOL]))
+
+
+class Recipe:
+    """As much of one as names of formats need."""
+
+    def __init__(self, name):
+        settings = {"name": "calculator", "tool_format": name}
+        self.domains = [
+            DomainConfig.model_validate(
+                {
+                    "name": "d",
+                    "source": "file",
+                    "path": "rows.jsonl",
+                    "template": "chat",
+                    "rewards": [{"function": "environment"}],
+                    "environment": settings,
+                }
+            )
+        ]
+
+
+@pytest.mark.parametrize("name", ["auto", *FORMATS])
+def test_known_formats_are_not_looked_up(name, monkeypatch):
+    monkeypatch.setattr(bindings, "require_format", None)
+    bindings.refuse_unbound_environments(Recipe(name))
+
+
+def test_a_mistyped_format_is_refused_before_the_run():
+    with pytest.raises(EpisodeError, match="tool_format: there is no format 'hermse'") as caught:
+        bindings.refuse_unbound_environments(Recipe("hermse"), remedy="or else")
+    assert caught.value.where == "[[domains]] d, environment"
+    assert "'hermes'" in caught.value.remedy and caught.value.remedy.endswith("; or else")
+    bindings.refuse_unbound_environments(Recipe("pythonic"))
+
+
+def test_a_machine_without_vllm_leaves_unknown_formats_to_the_workers(monkeypatch):
+    def require_format(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(bindings, "require_format", require_format)
+    bindings.refuse_unbound_environments(Recipe("hermse"))
