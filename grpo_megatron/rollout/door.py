@@ -168,9 +168,9 @@ class Door:
             opened.fail(error)
             raise
         number = f"chatcmpl-{next(self._numbers)}"
-        headers = {_IGNORED_HEADER: ", ".join(ignored)}
-        if not ignored:
-            headers = {}
+        headers = {}
+        if ignored:
+            headers[_IGNORED_HEADER] = ", ".join(ignored)
         if not request.stream:
             return _json(answer_body(reply, request, number), headers=headers)
         return await _streamed(http_request, answer_events(reply, request, number), headers)

@@ -162,14 +162,11 @@ class _Episode:
         return True
 
     async def _sample(self, room: int) -> Completion:
-        seed = None
-        if self._seeds.turns is not None:
-            seed = derive_seed(self._seeds.turns, "turn", self._num_turns)
         sampled = await self._player.sample(
             self._ask,
             self._state.token_ids,
             max_tokens=room,
-            seed=seed,
+            seed=self._turn_seed(),
             routes_from=self._builder.routes_from,
             tools=self._tools,
         )
@@ -201,7 +198,12 @@ class _Episode:
         return self._player.sequence(self._builder, finish_reason)
 
     async def _sample_unscorable(self) -> None:
-        seed = None
-        if self._seeds.turns is not None:
-            seed = derive_seed(self._seeds.turns, "turn", 0)
-        self._builder = await self._player.stand_in(self._ask, self._problem.question, seed)
+        self._builder = await self._player.stand_in(
+            self._ask, self._problem.question, self._turn_seed()
+        )
+
+    def _turn_seed(self) -> int | None:
+        """Of the next turn's sampling."""
+        if self._seeds.turns is None:
+            return None
+        return derive_seed(self._seeds.turns, "turn", self._num_turns)
