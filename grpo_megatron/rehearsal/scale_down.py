@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config.environment import EnvironmentConfig
+from grpo_megatron.config.environment import EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import DomainConfig, RewardConfig, RunConfig
@@ -180,43 +180,9 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
 
 
 def _sizes(config: RunConfig, changes: _Changes) -> None:
+    _lengths(config, changes)
+    _batch_sizes(config, changes)
     why = "short and few"
-    rollout = config.rollout
-    longest = MAX_MODEL_LEN
-    if has_served_teachers(config):
-        longest = MAX_MODEL_LEN - 1  # their server takes one token more
-    if _demonstrates(config):
-        why_longer = "demonstrated turns, in a token a byte"
-        changes.set("rollout.max_new_tokens", MAX_EPISODE_TOKENS, why_longer)
-        changes.set("rollout.max_model_len", longest, why_longer)
-    else:
-        most_new_tokens = MAX_NEW_TOKENS
-        if config.domains_with_episodes:
-            most_new_tokens = MAX_EPISODE_TOKENS
-        changes.at_most("rollout.max_new_tokens", rollout.max_new_tokens, most_new_tokens, why)
-        changes.at_most("rollout.max_model_len", rollout.max_model_len, longest, why)
-    changes.at_most("rollout.segment_tokens", rollout.segment_tokens, MAX_NEW_TOKENS // 2, why)
-    changes.at_most("rollout.max_num_seqs", rollout.max_num_seqs, 64, why)
-    for number, domain in enumerate(config.domains):
-        key = f"domains.{number}.max_new_tokens"
-        if domain.environment is not None:
-            changes.at_most(key, domain.max_new_tokens, MAX_EPISODE_TOKENS, why)
-            _episode_sizes(f"domains.{number}.environment", domain.environment, changes)
-        else:
-            changes.at_most(key, domain.max_new_tokens, MAX_NEW_TOKENS, why)
-    batch = config.batch
-    updates = _two_at_most(batch.updates_per_rollout)
-    changes.set("batch.updates_per_rollout", updates, why)
-    changes.set("batch.epochs", _two_at_most(batch.epochs), why)
-    fewest = _PROMPTS_PER_DOMAIN * sum(domain.weight > 0 for domain in config.domains)
-    changes.at_most("batch.num_prompts", batch.num_prompts, max(4, min(fewest, 8)), why)
-    changes.at_most(
-        "batch.num_samples_per_prompt", batch.num_samples_per_prompt, _group_size(config), why
-    )
-    most_tokens = max(MAX_MODEL_LEN, min(config.trainer.max_tokens_per_microbatch, 2048))
-    key = "trainer.max_tokens_per_microbatch"
-    changes.at_most(key, config.trainer.max_tokens_per_microbatch, most_tokens, why)
-    changes.at_most("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens, 256, why)
     if config.objective.aggregation_length is not None:
         key = "objective.aggregation_length"
         changes.at_most(key, config.objective.aggregation_length, MAX_NEW_TOKENS, why)
@@ -245,6 +211,52 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
         changes.set("rejection.max_prompts", 4 * _PROMPTS_PER_DOMAIN, why)
 
 
+def _lengths(config: RunConfig, changes: _Changes) -> None:
+    """Of prompts, completions and episodes, and how many an engine samples at once."""
+    why = "short and few"
+    rollout = config.rollout
+    longest = MAX_MODEL_LEN
+    if has_served_teachers(config):
+        longest = MAX_MODEL_LEN - 1  # their server takes one token more
+    if _demonstrates(config):
+        why_longer = "demonstrated turns, in a token a byte"
+        changes.set("rollout.max_new_tokens", MAX_EPISODE_TOKENS, why_longer)
+        changes.set("rollout.max_model_len", longest, why_longer)
+    else:
+        most_new_tokens = MAX_NEW_TOKENS
+        if config.domains_with_episodes:
+            most_new_tokens = MAX_EPISODE_TOKENS
+        changes.at_most("rollout.max_new_tokens", rollout.max_new_tokens, most_new_tokens, why)
+        changes.at_most("rollout.max_model_len", rollout.max_model_len, longest, why)
+    changes.at_most("rollout.segment_tokens", rollout.segment_tokens, MAX_NEW_TOKENS // 2, why)
+    changes.at_most("rollout.max_num_seqs", rollout.max_num_seqs, 64, why)
+    for number, domain in enumerate(config.domains):
+        key = f"domains.{number}.max_new_tokens"
+        if domain.episodes is not None:
+            changes.at_most(key, domain.max_new_tokens, MAX_EPISODE_TOKENS, why)
+            _episode_sizes(f"domains.{number}.{domain.episodes_table}", domain.episodes, changes)
+        else:
+            changes.at_most(key, domain.max_new_tokens, MAX_NEW_TOKENS, why)
+
+
+def _batch_sizes(config: RunConfig, changes: _Changes) -> None:
+    """Samples of a step, and tokens that the trainer takes at once."""
+    why = "short and few"
+    batch = config.batch
+    updates = _two_at_most(batch.updates_per_rollout)
+    changes.set("batch.updates_per_rollout", updates, why)
+    changes.set("batch.epochs", _two_at_most(batch.epochs), why)
+    fewest = _PROMPTS_PER_DOMAIN * sum(domain.weight > 0 for domain in config.domains)
+    changes.at_most("batch.num_prompts", batch.num_prompts, max(4, min(fewest, 8)), why)
+    changes.at_most(
+        "batch.num_samples_per_prompt", batch.num_samples_per_prompt, _group_size(config), why
+    )
+    most_tokens = max(MAX_MODEL_LEN, min(config.trainer.max_tokens_per_microbatch, 2048))
+    key = "trainer.max_tokens_per_microbatch"
+    changes.at_most(key, config.trainer.max_tokens_per_microbatch, most_tokens, why)
+    changes.at_most("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens, 256, why)
+
+
 def _demonstrates(config: RunConfig) -> bool:
     """Whether a cold start trains demonstrated episodes."""
     for domain in config.domains:
@@ -253,15 +265,15 @@ def _demonstrates(config: RunConfig) -> bool:
     return False
 
 
-def _episode_sizes(key: str, environment: EnvironmentConfig, changes: _Changes) -> None:
+def _episode_sizes(key: str, episodes: EpisodeConfig, changes: _Changes) -> None:
     why = "short and few"
-    changes.at_most(f"{key}.max_turns", environment.max_turns, MAX_TURNS, why)
-    changes.at_most(f"{key}.episode_tokens", environment.episode_tokens, MAX_EPISODE_TOKENS, why)
-    changes.at_most(f"{key}.processes", environment.processes, 1, why)
+    changes.at_most(f"{key}.max_turns", episodes.max_turns, MAX_TURNS, why)
+    changes.at_most(f"{key}.episode_tokens", episodes.episode_tokens, MAX_EPISODE_TOKENS, why)
+    changes.at_most(f"{key}.processes", episodes.processes, 1, why)
     most_turn_tokens = MAX_TURN_TOKENS
-    if environment.demonstration:
+    if isinstance(episodes, EnvironmentConfig) and episodes.demonstration:
         most_turn_tokens = MAX_EPISODE_TOKENS
-    turn_tokens = environment.turn_tokens or MAX_EPISODE_TOKENS
+    turn_tokens = episodes.turn_tokens or MAX_EPISODE_TOKENS
     changes.at_most(f"{key}.turn_tokens", turn_tokens, most_turn_tokens, why)
 
 

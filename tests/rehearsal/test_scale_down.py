@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron import assets
-from grpo_megatron.config.environment import EnvironmentConfig
+from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.data.sources import load_problems
@@ -283,3 +283,19 @@ def test_an_agents_turns_are_few_and_its_documents_made_up(tmp_path):
     assert demonstrating["rollout.max_new_tokens"] == MAX_EPISODE_TOKENS
     assert demonstrating["rollout.max_model_len"] == MAX_MODEL_LEN
     assert f"{key}.turn_tokens" not in demonstrating
+
+
+def test_episodes_of_a_program_are_short_too(tmp_path):
+    config = resolve("demo/agent-calculator-cpu").config
+    agent = AgentConfig(
+        command=("python", "agent.py"), max_turns=20, turn_tokens=512, episode_tokens=4096
+    )
+    domain = config.domains[0].model_copy(update={"environment": None, "agent": agent})
+    driven = config.model_copy(update={"cold_start": None, "domains": (domain,)})
+    changes = {}
+    for change in scale_down(driven, stand_ins(config, tmp_path)):
+        changes[change.key] = change.after
+    key = "domains.0.agent"
+    assert changes[f"{key}.max_turns"] == MAX_TURNS
+    assert changes[f"{key}.turn_tokens"] == MAX_TURN_TOKENS
+    assert changes[f"{key}.episode_tokens"] == MAX_EPISODE_TOKENS
