@@ -235,9 +235,11 @@ class RLLoop:
             if text and alarm not in were_on:
                 show("message", text=f"step {step}: {text}")
         if _is_due(self.config.evaluation.interval, step):
+            began = time.monotonic()
             await self._publisher.ensure_version(step + 1)
             accuracy = await self._evaluator.greedy_accuracy(self._splits.validation)
             metrics["evaluation/accuracy"] = accuracy
+            self._step_began += time.monotonic() - began  # no part of the next step
         record = self._writer.write(step, metrics)
         self._writer.write_normalisers(report.normalisers)
         self._mirrors.log(record)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from grpo_megatron.controller import rl_loop
 from grpo_megatron.controller.recorder import steps_in
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.launch.offline import recorded_steps
@@ -376,3 +378,24 @@ def test_metrics_by_domain(tmp_path):
         assert {name, f"{name}@p", f"{name}@q"} <= set(record)
     assert record["curriculum/unseen"] == 60
     assert record["curriculum/unseen@p"] == record["curriculum/unseen@q"] == 30
+
+
+def test_an_evaluation_is_no_part_of_the_next_step(tmp_path, monkeypatch):
+    """Engines that answer its prompts are not idle, nor does a step take longer for it."""
+    ticks = itertools.count()
+    evaluations_s = 0.0
+    passed = []
+
+    async def evaluate(prompts) -> float:
+        nonlocal evaluations_s
+        evaluations_s += 1e6
+        return 0.5
+
+    clock = SimpleNamespace(monotonic=lambda: next(ticks) + evaluations_s)
+    monkeypatch.setattr(rl_loop, "time", clock)
+    monkeypatch.setattr(rl_loop, "idle_shares", lambda _, step_s: passed.append(step_s) or {})
+    loop = make(tmp_path, evaluation={"interval": 2})
+    loop.greedy_accuracy = evaluate
+    loop.run()
+    assert evaluations_s == 3e6
+    assert len(passed) == 6 and max(passed) < 100
