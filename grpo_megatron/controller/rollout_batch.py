@@ -204,6 +204,8 @@ class _OpenStep:
     rollout_s: float = 0.0
     first_tries: list[ScoredGroup] = field(default_factory=list)
     """Everything before any correction."""
+    sampler: dict[str, Any] = field(default_factory=dict)
+    """State after the step's draws; empty before."""
 
 
 class BusyClock:
@@ -310,13 +312,15 @@ class RolloutBatchBuilder:
             self._workers.take_metrics()
         opened = _OpenStep()
         self._open[step] = opened
-        states: list[dict[str, Any]] = []
+
+        def end_draws() -> None:
+            opened.sampler = sampling_state(self._sampler, self._exemplars)
+            on_drawn()
 
         def draw(count: int, exclude: Collection[str] | None) -> list[Prompt]:
             prompts = self._sampler.draw(count, exclude)
             if self._draws_at_once:  # the only draw: its answers decide nothing
-                states.append(sampling_state(self._sampler, self._exemplars))
-                on_drawn()
+                end_draws()
             return prompts
 
         try:
@@ -344,13 +348,7 @@ class RolloutBatchBuilder:
 
         self._tell_curriculum(opened.first_tries)
         metrics = self._metrics(opened.first_tries, groups, sampled)
-        oldest_trained = None
-        if batch.max_staleness > 0:
-            num_masked = num_older_tokens(groups, self._oldest(step))
-            if num_masked:
-                oldest_trained = self._oldest(step)
-            metrics["staleness/masked_tokens"] = num_masked
-            metrics["staleness/dropped_samples"] = self._num_dropped(step, sampled)
+        metrics |= self._age_metrics(step, groups, sampled)
         metrics["sampling/rounds"] = num_rounds
         metrics["sampling/surplus"] = len(surplus)
         metrics["sampling/stale_dropped"] = len(surplus) - len(self._surplus)
@@ -359,16 +357,18 @@ class RolloutBatchBuilder:
         if not self._draws_at_once:
             if sampled:
                 self._sampler.acceptance = metrics["sampling/acceptance_rate"]
-            states.append(sampling_state(self._sampler, self._exemplars))
-            on_drawn()
+            end_draws()
+        oldest_trained = None
+        if metrics.get("staleness/masked_tokens"):
+            oldest_trained = self._oldest(step)
         return SampledStep(
-            groups,
-            {name: float(value) for name, value in metrics.items()},
-            opened.rollout_s,
-            self._busy.take(),
-            dropped_rewards(self._filter, sampled),
-            states[-1],
-            oldest_trained,
+            groups=groups,
+            metrics={name: float(value) for name, value in metrics.items()},
+            rollout_s=opened.rollout_s,
+            busy_s=self._busy.take(),
+            dropped_rewards=dropped_rewards(self._filter, sampled),
+            sampler=opened.sampler,
+            oldest_trained=oldest_trained,
         )
 
     def _oldest(self, step: int) -> int:
@@ -391,13 +391,21 @@ class RolloutBatchBuilder:
             return False
         return not self._young_enough([group], self._oldest(step))
 
-    def _num_dropped(self, step: int, sampled: Sequence[ScoredGroup]) -> int:
-        """Samples of groups that are not trained because they are too old."""
-        num_samples = 0
+    def _age_metrics(
+        self, step: int, groups: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]
+    ) -> dict[str, float]:
+        """What `step` leaves out because it is too old: tokens of `groups`, which it trains, and
+        samples of whole groups; empty where rollouts do not run ahead."""
+        if self._config.batch.max_staleness == 0:
+            return {}
+        num_dropped = 0
         for group in sampled:
             if self._is_too_old(step, group) and self._filter.keeps(group):
-                num_samples += len(group.rewards)
-        return num_samples
+                num_dropped += len(group.rewards)
+        return {
+            "staleness/masked_tokens": num_older_tokens(groups, self._oldest(step)),
+            "staleness/dropped_samples": num_dropped,
+        }
 
     async def _score(self, step: int, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
         """One round: sampled, scored and corrected groups of `prompts`."""
