@@ -380,6 +380,7 @@ def test_a_stopped_role_is_named_once_and_once_more_when_it_goes_on(config, tmp_
         watch, _ = watched(config, tmp_path, {"trainer-0": process.pid}, silent_s=15)
         wait_until(lambda: (r := read_progress(file)) and r.phase == "Train")
         os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: look.process_state(process.pid) == "T")
         for _ in range(8):
             watch.look_once(PERIOD_S)
         [news] = watch.take_news()
