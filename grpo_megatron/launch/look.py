@@ -19,6 +19,7 @@ from grpo_megatron.progress import STACK_SIGNAL
 PY_SPY_S = 10.0
 _DUMP_S = 3.0
 _LONGEST_STACK = 20000
+_SLOW_WRITE_S = 10.0
 STOPPED_STATES = ("T", "t")
 """Stopped by a signal; by a debugger."""
 
@@ -47,9 +48,11 @@ class Look:
         thread waits for a device, or others write slowly too."""
         if self.is_stopped:
             return False
-        is_writing = "progress.py" in self.stack and "in write" in self.stack
-        is_writing |= "write (grpo_megatron/progress.py" in self.stack
-        return is_writing or self.num_in_device > 0 or self.write_s > 10.0
+        is_writing = (
+            ("progress.py" in self.stack and "in write" in self.stack)  # as Python writes it
+            or "write (grpo_megatron/progress.py" in self.stack  # as py-spy does
+        )
+        return is_writing or self.num_in_device > 0 or self.write_s > _SLOW_WRITE_S
 
 
 def process_state(pid: int) -> str:

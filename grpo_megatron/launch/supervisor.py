@@ -177,21 +177,25 @@ class Supervisor:
                 (self.run_dir.endpoints / f"{child.name}.dead").touch()
             else:
                 self._forget_addresses(child.name)
-                number = self._restarts.counts[child.name]
-                told += f"; it is started again in {pause_s:.0f} s ({number} of "
-                told += f"{self._restarts.most})"
+                number = f"{self._restarts.counts[child.name]} of {self._restarts.most}"
+                told += f"; it is started again in {pause_s:.0f} s ({number})"
             is_nobody_left = all(other.name in self._reported_dead for other in children)
             if is_nobody_left and not self._restarts.are_planned(children):
-                tried = ""
-                if self._restarts.counts[child.name]:
-                    tried = f" after {self._restarts.counts[child.name]} restarts"
-                    tried += " (rollout.max_restarts)"
                 raise last(
-                    f"the last {role} died{tried}: {end}", where=str(end.log), remedy=self.remedy
+                    f"the last {role} died{self._after_restarts(child.name)}: {end}",
+                    where=str(end.log),
+                    remedy=self.remedy,
                 )
             if is_nobody_left:
                 told += f"; no {role} is left, the run waits for it"
             self.screen.message(told)
+
+    def _after_restarts(self, name: str) -> str:
+        """Of a process that died, how often it had been started again; empty: never."""
+        count = self._restarts.counts[name]
+        if not count:
+            return ""
+        return f" after {count} restarts (rollout.max_restarts)"
 
     def _forget_addresses(self, name: str) -> None:
         """Remove what a process published that is started again."""

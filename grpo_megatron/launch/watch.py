@@ -84,13 +84,13 @@ class RoleWatch:
         expected: Callable[[str], float],
         shortest: Callable[[str], float] = lambda phase: SHORTEST_LIMIT_S,
     ):
-        self._shortest = shortest
         self.role = role
         self.record: ProgressRecord | None = None
         self.silent_s = 0.0
         self._trouble_s = 0.0
         self._settings = settings
         self._expected = expected
+        self._shortest = shortest
 
     def update(
         self, record: ProgressRecord | None, passed_s: float, *, is_stopped: bool = False

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -244,9 +244,11 @@ class Watcher:
 def describe_hang(hang: Hang, look: Look | None, last_line: str) -> News:
     """Say which role hangs in what, for how long, why as far as it is known, and its last line."""
     record = hang.record
-    phase, detail = ("starting", "")
+    phase = "starting"
+    detail = ""
     if record is not None:
-        phase, detail = (record.phase, record.detail)
+        phase = record.phase
+        detail = record.detail
     cause: str = hang.cause
     role = f"{hang.role}, in {phase} {detail}".rstrip()
     if hang.cause == "stuck":
@@ -287,16 +289,7 @@ def _with_stack(news: News, stack: str, file: Path) -> News:
     shown = [f"    {news.role}| {line}" for line in lines[:_STACK_LINES]]
     if len(lines) > _STACK_LINES:
         shown.append(f"    {news.role}| … {len(lines) - _STACK_LINES} lines more in {file}")
-    return News(
-        news.kind,
-        "\n".join([news.text, *shown]),
-        news.role,
-        news.phase,
-        news.detail,
-        news.seconds,
-        news.cause,
-        str(file),
-    )
+    return replace(news, text="\n".join([news.text, *shown]), stack=str(file))
 
 
 def _unwritten_record(role: str, pid: int | None) -> ProgressRecord:
