@@ -73,6 +73,7 @@ agent = { function = "forking_agent:agent", turn_tokens = 6, concurrency = 8 }
 
 
 @pytest.mark.engine
+@pytest.mark.recipes
 def test_it_is_trained_as_it_is_beside_one_that_forks(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text((EXAMPLES / "agent_program.toml").read_text() + FORKING)
