@@ -53,6 +53,6 @@ class SampledChunk(msgspec.Struct, frozen=True):
     """Which engine sampled each prompt, its first sample where there were several."""
     dead: list[tuple[int, str]]
     """Replicas that were found dead meanwhile, and why."""
-    environment_metrics: dict[str, float] = {}
-    """How episodes of this worker have ended since it answered last, by their metrics' names
-    (`EnvironmentHost.take_metrics`)."""
+    counts: dict[str, float] = {}
+    """What this worker has counted since it answered last: how episodes have ended
+    (`EnvironmentHost.take_metrics`), cached tokens of prompts (`PrefixCacheCounts.take`)."""

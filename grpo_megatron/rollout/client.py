@@ -12,6 +12,7 @@ import msgspec
 from grpo_megatron import progress
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.generate import GenerateRequest
+from grpo_megatron.rollout.prefix_cache import PrefixCacheCounts
 from grpo_megatron.types import Completion
 
 _KEEP_ALIVE_S = 60.0  # far below the server's, see `engine.toml`
@@ -24,11 +25,15 @@ class EngineUnreachable(EngineError):
 
 class EngineClient(contextlib.AbstractAsyncContextManager):
     """One replica, which errors call `name`. Make and use it within one event loop, `close` it when
-    done (or `async with`). `request_timeout_s` limits one generation."""
+    done (or `async with`). `request_timeout_s` limits one generation.
+
+    Attributes:
+        prefix_cache: What the answers said of the engine's prefix cache."""
 
     def __init__(self, base_url: str, name: str | None = None, request_timeout_s: float = 600.0):
         self.base_url = base_url
         self.name = name or base_url
+        self.prefix_cache = PrefixCacheCounts()
         self._request_timeout_s = request_timeout_s
         # The caller bounds concurrency; a second limit here would only hide it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
@@ -49,10 +54,12 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         """Sample completions of one prompt, with fields of `GenerateRequest`. Raises EngineError:
         the engine refused or answered wrongly; EngineUnreachable: it did not answer or failed."""
         request = GenerateRequest(prompt_token_ids, **settings)
-        answer = await self._call(
+        body = await self._call(
             "/inference/v1/generate", request.body(), timeout_s=self._request_timeout_s
         )
-        return request.decode(answer, self.name)
+        answer = request.decode(body, self.name)
+        self.prefix_cache.add(request, answer)
+        return answer.completions
 
     async def health(self) -> bool:
         """Whether the engine answers, within ten seconds, that it is healthy."""

@@ -19,6 +19,16 @@ _MASS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
+class GenerateAnswer:
+    """What an engine answers to a `GenerateRequest`."""
+
+    completions: list[Completion]
+    cached_tokens: int | None
+    """Tokens of the prompt whose keys and values the engine had, over all `n` completions; None: it
+    does not say."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Completions of one prompt, and how they are sampled."""
 
@@ -32,6 +42,7 @@ class GenerateRequest:
     require_routes: bool = True  # refuse missing or misshapen ones; else a completion has none
     routes_from: int = 0  # first row of `Completion.routes`; rows before are not sent
     may_abort: bool = False  # accept what a pause ended early ("abort", maybe no tokens)
+    is_continuation: bool = False  # of a sample that was asked for before; only counted
     truncation: Mapping[str, float] = field(default_factory=dict)
     """See `RolloutConfig.truncation`; completions then tell which ids were kept."""
 
@@ -54,14 +65,15 @@ class GenerateRequest:
             sampling["routed_experts_prompt_start"] = self.routes_from
         return {"token_ids": list(self.prompt_token_ids), "sampling_params": sampling}
 
-    def decode(self, body: bytes, where: str) -> list[Completion]:
+    def decode(self, body: bytes, where: str) -> GenerateAnswer:
         """The completions, ordered by index and without text; `where` is the engine.
 
         Raises EngineError when anything asked for is missing, of another size, or not finite."""
         try:
-            choices = _decoders[bool(self.truncation)].decode(body).choices
+            response = _decoders[bool(self.truncation)].decode(body)
         except msgspec.DecodeError as error:
             raise EngineError(f"unreadable answer: {error}: {body[:200]!r}", where=where) from error
+        choices = response.choices
         choices.sort(key=lambda choice: choice.index)
         found = [choice.index for choice in choices]
         if found != list(range(self.n)):
@@ -73,7 +85,7 @@ class GenerateRequest:
             except EngineError as error:
                 error.where = f"{where}, completion {choice.index}"
                 raise
-        return completions
+        return GenerateAnswer(completions, _cached_tokens(response.usage))
 
 
 _Entry = TypeVar("_Entry")
@@ -107,8 +119,17 @@ class _Choice(msgspec.Struct, Generic[_Entry], gc=False):
     routed_experts: str | None = None
 
 
+class _PromptTokens(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens_details: _PromptTokens | None = None
+
+
 class _Response(msgspec.Struct, Generic[_Entry], gc=False):
     choices: list[_Choice[_Entry]]
+    usage: _Usage | None = None
 
 
 _decoders: dict[bool, msgspec.json.Decoder[Any]] = {
@@ -116,6 +137,12 @@ _decoders: dict[bool, msgspec.json.Decoder[Any]] = {
     True: msgspec.json.Decoder(_Response[_Candidates]),
 }
 """By whether sampling is truncated, so that the kept ids are among the log-probs."""
+
+
+def _cached_tokens(usage: _Usage | None) -> int | None:
+    if usage is None or usage.prompt_tokens_details is None:
+        return None
+    return usage.prompt_tokens_details.cached_tokens
 
 
 def _completion(request: GenerateRequest, choice: _Choice) -> Completion:

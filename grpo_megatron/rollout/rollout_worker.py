@@ -193,6 +193,7 @@ class _Batch:
         servers = [replica]
 
         async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
+            settings["is_continuation"] = len(servers) > 1
             async with self._asking:
                 completions, server = await self._pool.call(
                     lambda r: r.client.generate(token_ids, **self._sampling, **settings),

@@ -109,7 +109,15 @@ class WorkerService:
             )
         report = await asyncio.to_thread(spool_groups, Path(chunk.shard), groups, shape)
         replicas = [group.replica for group in groups]
-        return SampledChunk(report, replicas, dead, self._environment_metrics())
+        return SampledChunk(report, replicas, dead, self._take_counts())
+
+    def _take_counts(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        counts = self._environment_metrics()
+        for client in self._clients.values():
+            for name, count in client.prefix_cache.take().items():
+                counts[name] = counts.get(name, 0.0) + count
+        return counts
 
     async def close(self) -> None:
         """Close the connections to all engines."""

@@ -6,7 +6,7 @@ of the prompts. A worker writes what was sampled; here are records of it."""
 import asyncio
 import contextlib
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,6 +21,7 @@ from grpo_megatron.errors import EngineError, raise_described
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.chunks import Chunk, ChunkProblem, ChunkPrompt, SampledChunk
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
+from grpo_megatron.rollout.prefix_cache import prefix_cache_metrics
 from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.types import Prompt, RolloutGroup, StoredCompletion
@@ -167,7 +168,7 @@ class RolloutWorkers:
         self.config = config
         self.engines = engines
         self.workers = workers
-        self._environment_metrics: dict[str, float] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
         self._spool = spool
         self._numbers = itertools.count()
 
@@ -197,16 +198,21 @@ class RolloutWorkers:
         return await self._sample(0, prompts, [range(1)] * len(prompts), max_tokens, greedy=True)
 
     def take_metrics(self) -> dict[str, float]:
-        """How episodes have ended since the last call, over all workers; see
-        `EnvironmentHost.take_metrics`. What a worker had not reported is gone with it."""
-        metrics = self._environment_metrics
-        self._environment_metrics = {}
-        return metrics
-
-    def add_metrics(self, counts: Mapping[str, float]) -> None:
-        """Take what a worker's environments have counted."""
+        """How episodes have ended since the last call, over all workers (see
+        `EnvironmentHost.take_metrics`), and what engines had cached (`prefix_cache_metrics`). What
+        a worker had not reported is gone with it."""
+        counts = self._counts
+        self._counts = defaultdict(float)
+        metrics = {}
         for name, count in counts.items():
-            self._environment_metrics[name] = self._environment_metrics.get(name, 0.0) + count
+            if name.startswith("environment/"):
+                metrics[name] = count
+        return metrics | prefix_cache_metrics(counts)
+
+    def add_counts(self, counts: Mapping[str, float]) -> None:
+        """Take what a worker has counted."""
+        for name, count in counts.items():
+            self._counts[name] += count
 
     async def _sample(
         self,
@@ -249,7 +255,7 @@ class _Call:
         self._config = owner.config
         self._engines = owner.engines
         self._workers = owner.workers
-        self._add_metrics = owner.add_metrics
+        self._add_counts = owner.add_counts
         self._directory = directory
         self._step = step
         self._prompts = prompts
@@ -346,7 +352,7 @@ class _Call:
                 raise _NoEngine from error
             raise
         progress.advance()
-        self._add_metrics(answer.environment_metrics)
+        self._add_counts(answer.counts)
         await self._tell_dead(answer.dead)
         shard = StoredShard(self._directory, answer.report)
         sizes = [len(of_prompt) for of_prompt in samples]

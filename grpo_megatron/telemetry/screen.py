@@ -32,6 +32,7 @@ ROWS = (
     Row("grad norm", ("grad/norm",), is_plain=True),
     Row("length", ("response/length_mean",)),
     Row("truncated", ("response/truncated_fraction",)),
+    Row("prefix cache hits", ("prefix_cache/hit_fraction",)),
     Row("tokens/s", ("throughput/rollout_tokens_per_s",), is_plain=True),
     Row("seconds", ("time/step_s",), is_plain=True),
 )

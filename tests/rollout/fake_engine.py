@@ -56,13 +56,16 @@ class FakeEngine:
         self.generate: Callable[[dict], Awaitable[web.Response]] = self.answer
         self.healthy, self.delay_s = True, 0.0
         self.requests: list[dict] = []
+        self.cached: Callable[[dict], int | None] = lambda request: None
         self.running = self.most_running = self.cancelled = 0
         self.url = ""
         self.runner: web.AppRunner | None = None
 
     async def answer(self, request: dict) -> web.Response:
         await asyncio.sleep(self.delay_s)
-        return web.json_response(answer(request))
+        answered = answer(request)
+        answered["usage"] = {"prompt_tokens_details": {"cached_tokens": self.cached(request)}}
+        return web.json_response(answered)
 
     async def _generate(self, http_request: web.Request) -> web.StreamResponse:
         request = await http_request.json()

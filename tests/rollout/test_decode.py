@@ -19,7 +19,7 @@ REQUEST = {"token_ids": [1, 2, 3], "sampling_params": {"n": 2, "max_tokens": 4}}
 def decode(document, **changes):
     settings = {"n": 2, "max_tokens": 4, "record_routes": True}
     body = document if isinstance(document, bytes) else json.dumps(document).encode()
-    return GenerateRequest([1, 2, 3], **settings | changes).decode(body, "engine 5")
+    return GenerateRequest([1, 2, 3], **settings | changes).decode(body, "engine 5").completions
 
 
 def test_a_good_answer():

@@ -206,6 +206,32 @@ def test_segments_give_what_one_request_does(servers, checkpoints, models):
             np.testing.assert_array_equal(np.sort(a.routes, -1), native)
 
 
+def test_cached_tokens_of_prompts_are_told(servers, checkpoints):
+    """Those of all completions of a request; blocks have 32 tokens."""
+
+    async def run():
+        async with servers.moe.client() as client:
+            await _restore(client, checkpoints.moe)
+            await client.reset_prefix_cache()
+            (*_, completion) = await client.generate(PROMPT, n=4, max_tokens=30)
+            first = client.prefix_cache.take()
+            later = [*PROMPT, *completion.token_ids.tolist()]
+            await client.generate(later, max_tokens=4, is_continuation=True)
+            return first, client.prefix_cache.take(), len(later)
+
+    first, second, num_later = asyncio.run(run())
+    assert first == {
+        "prefix_cache/prompt_tokens": 4 * len(PROMPT),
+        "prefix_cache/cached_tokens": 3 * 32,
+    }
+    assert second == {
+        "prefix_cache/prompt_tokens": num_later,
+        "prefix_cache/cached_tokens": num_later // 32 * 32,
+        "prefix_cache/continued_prompt_tokens": num_later,
+        "prefix_cache/continued_cached_tokens": num_later // 32 * 32,
+    }
+
+
 def test_routes_are_the_references(servers, checkpoints, models):
     """Cold, and with the prompt's routes coming from the prefix cache."""
 

@@ -27,6 +27,7 @@ def test_what_every_server_needs(monkeypatch, on_cpu):
         "--host 127.0.0.1",
         "--port 8000",
         "--enable-scale-out",
+        "--enable-prompt-tokens-details",
         "--logprobs-mode processed_logprobs",
         "--dtype float32",
     ):

@@ -196,7 +196,7 @@ def test_an_aborted_answer_may_be_empty_and_only_where_it_is_expected():
     }
     asked = GenerateRequest([1, 2, 3], 4, record_routes=True)
     body = json.dumps(document).encode()
-    (empty,) = replace(asked, may_abort=True).decode(body, "engine")
+    (empty,) = replace(asked, may_abort=True).decode(body, "engine").completions
     assert (len(empty.token_ids), empty.finish_reason, empty.routes) == (0, "abort", None)
     with pytest.raises(EngineError, match="ended with 'abort'"):
         asked.decode(body, "engine")
@@ -206,5 +206,5 @@ def test_missing_routes_may_be_left_to_the_trainer():
     request = {"token_ids": [1, 2, 3], "sampling_params": {"n": 1, "max_tokens": 4}}
     asked = GenerateRequest([1, 2, 3], 4, record_routes=True, require_routes=False)
     body = json.dumps(answer(request, routes=False)).encode()
-    (completion,) = asked.decode(body, "engine")
+    (completion,) = asked.decode(body, "engine").completions
     assert completion.routes is None and completion.route_versions == ()

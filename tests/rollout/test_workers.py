@@ -358,3 +358,31 @@ def test_what_environments_counted_adds_up_over_workers(tmp_path):
         "environment/d/of_1": counted.count(1),
     }
     assert set(counted) == {0, 1} and again == {}
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_the_share_of_prompts_that_was_cached(tmp_path, engines):
+    """A prompt counts once a sample; what goes on with a sample is also told apart."""
+
+    async def scenario(started, pool, rollouts):
+        for engine in started:
+            engine.cached = lambda request: len(request["token_ids"]) - 1
+        await rollouts.rollouts(0, PROMPTS)
+        first = rollouts.take_metrics()
+        for engine in started:
+            engine.cached = lambda request: None
+        await rollouts.rollouts(1, PROMPTS)
+        return first, rollouts.take_metrics(), [r for e in started for r in e.requests]
+
+    first, untold, requests = run(tmp_path, scenario, engines, segment_tokens=2)
+    asked = requests[: len(requests) // 2]
+    num_read = sum(r["sampling_params"]["n"] * len(r["token_ids"]) for r in asked)
+    num_cached = sum(len(r["token_ids"]) - 1 for r in asked)
+    later = [r for r in asked if r["sampling_params"]["n"] == 1]
+    num_later = sum(len(r["token_ids"]) for r in later)
+    assert first == {
+        "prefix_cache/prompt_tokens": num_read,
+        "prefix_cache/hit_fraction": num_cached / num_read,
+        "prefix_cache/continued_hit_fraction": (num_later - len(later)) / num_later,
+    }
+    assert later and untold == {}

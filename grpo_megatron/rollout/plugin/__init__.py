@@ -10,7 +10,12 @@ from grpo_megatron import gloo_device
 from grpo_megatron.errors import SetupError
 
 TESTED = "0.32."
-_FIXES: tuple[str, ...] = ("data_parallel_answers", "engine_orphans", "whole_outputs")
+_FIXES: tuple[str, ...] = (
+    "cached_prompt_tokens",
+    "data_parallel_answers",
+    "engine_orphans",
+    "whole_outputs",
+)
 _CPU_FIXES: tuple[str, ...] = (
     "cpu_data_parallel",
     "cpu_eager_layers",

@@ -15,6 +15,7 @@ const CHARTS = [
   { title: "Seconds by phase", names: ["time/step_s"], more: /^time\/[^@]*_s$/ },
   { title: "Idle share", more: /^idle\// },
   { title: "Tokens per second", more: /^throughput\// },
+  { title: "Prompt tokens from the prefix cache", more: /^prefix_cache\/.*fraction$/ },
   { title: "Loss", names: ["loss/value"], more: /^(loss\/nll|distillation\/kl)$/ },
   { title: "Groups without signal, truncated", more: /^(group\/all_equal_fraction|response\/truncated_fraction)$/ },
 ];
