@@ -17,6 +17,7 @@ from grpo_megatron.algorithms.advantages.before import (
 )
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.aggregation import AGGREGATIONS
+from grpo_megatron.algorithms.objective import OFF_POLICY_MASKS
 from grpo_megatron.algorithms.ratios import MISMATCH, RATIOS
 from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
@@ -32,6 +33,7 @@ AXES: dict[str, dict[str, Callable[..., Any]]] = {
     "aggregation": AGGREGATIONS,
     "kl": KL,
     "mismatch": MISMATCH,
+    "off_policy_mask": OFF_POLICY_MASKS,
 }
 """Choices whose functions are registered; `none` needs no function."""
 

@@ -2,7 +2,7 @@
 
 Shape legend: n policy tokens of the S samples in one micro-batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_megatron.algorithms import ratios, terms
 from grpo_megatron.algorithms.batch import ClipInputs, LossBatch, MismatchInputs
 from grpo_megatron.algorithms.custom import function_of, require_shape
+from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
 from grpo_megatron.device_copies import to_device
@@ -236,9 +237,10 @@ def _off_policy_factor(
             was_kept = masks["mismatch"] & ~replayed["mismatch"]
             factor = torch.where(was_kept, _mismatch_factor(unbounded, batch), factor)
             factor = factor.masked_fill(replayed["mismatch"], 0.0)
-    if o.off_policy_mask == "opsm":
-        masks["opsm"] = _opsm_mask(objective, batch, stats)
-        factor = _without(factor, replayed.get("opsm", masks["opsm"]), batch)
+    if o.off_policy_mask != "none":
+        name = o.off_policy_mask
+        masks[name] = OFF_POLICY_MASKS[name](objective, batch, stats)
+        factor = _without(factor, replayed.get(name, masks[name]), batch)
     if batch.low_entropy is not None:
         masks["low_entropy"] = batch.low_entropy
         factor = _without(factor, replayed.get("low_entropy", batch.low_entropy), batch)
@@ -261,9 +263,14 @@ def _mismatch_factor(o: ObjectiveConfig, batch: LossBatch) -> Tensor:
     return ratios.mismatch_weights(o, inputs)
 
 
-def _opsm_mask(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:
-    """Tokens of samples with negative advantage that the policy has left too far behind: staleness
-    and mismatch at once (DeepSeek-V3.2, arXiv:2512.02556). bool [n]"""
+OFF_POLICY_MASKS: Registry[Callable[[Objective, LossBatch, Stats], Tensor]] = Registry()
+"""Tokens that lose their surrogate: `(objective, batch, stats) -> bool [n]`."""
+
+
+@OFF_POLICY_MASKS.register("opsm")
+def opsm(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:
+    """Samples with A < 0 and `(1/T_i) sum_t (log pi_engine - log pi_theta) > opsm_delta`: staleness
+    and mismatch at once (DeepSeek-V3.2, arXiv:2512.02556)."""
     distance = ratios.segment_mean(
         batch.rollout_logprobs - batch.logprobs.detach(), batch.sample, batch.token_counts
     )
@@ -277,6 +284,27 @@ def _opsm_mask(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:
             delta = torch.inf
         bounds.append(delta)
     return (batch.advantages < 0) & (distance[batch.sample] > _at_tokens(bounds, batch))
+
+
+@OFF_POLICY_MASKS.register("trm")
+def trust_region(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:
+    """Samples that have left the trust region around the engine's policy: `max_t k2_t > trm_max` or
+    `(1/T_i) sum_t k3_t > trm_mean`, with `k2 = (log r)^2 / 2` and `k3 = r - 1 - log r` of
+    `r = pi_theta / pi_engine` (Trust Region Masking, arXiv:2512.23075, whose estimates these are
+    where the engine's logits are not at hand)."""
+    log_ratio = ratios.bounded(batch.logprobs.detach() - batch.rollout_logprobs).double()
+    largest = ratios.segment_max(log_ratio**2 / 2, batch.sample, batch.token_counts)
+    k3 = torch.expm1(log_ratio) - log_ratio
+    mean = ratios.segment_mean(k3, batch.sample, batch.token_counts)
+    is_outside = torch.zeros_like(batch.advantages, dtype=torch.bool)
+    for name, divergence in (("trm_max", largest), ("trm_mean", mean)):
+        bounds = []
+        for bound in objective.by_domain(name):
+            if bound is None:
+                bound = torch.inf
+            bounds.append(bound)
+        is_outside = is_outside | (divergence[batch.sample] > _at_tokens(bounds, batch))
+    return is_outside
 
 
 def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:

@@ -34,6 +34,14 @@ def token_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     return log_diff
 
 
+@RATIOS.register("prefix_min")
+def prefix_min_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """`r_t min_{u < t} r_u`: the lowest ratio among the sample's tokens before it stands for that
+    of the whole prefix; 1 before the first. The gradient is that of the token's own ratio (MinPRO,
+    arXiv:2601.22718)."""
+    return bounded(log_diff + lowest_before(log_diff.detach(), segment))
+
+
 @RATIOS.register("sequence_geo")
 def sequence_geo_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`s_i = exp((1/T_i) sum_t log r_t)`: length-normalised, GSPO (arXiv:2507.18071 eq. 7)."""
@@ -84,6 +92,33 @@ def segment_sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
 def segment_mean(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """Mean of the tokens of each segment, [n] -> [S]; 0 for an empty one."""
     return segment_sum(values, segment, counts) / counts.clamp(min=1)
+
+
+def segment_max(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """Largest value of the tokens of each segment, [n] -> [S]; minus infinity for an empty one."""
+    start = values.new_full((len(counts),), -torch.inf)
+    return start.scatter_reduce(0, segment, values, "amax")
+
+
+def lowest_before(values: Tensor, segment: Tensor) -> Tensor:
+    """Lowest value of the tokens before each one in its segment, [n]; 0 for the first.
+
+    Segments follow one another. Spans are doubled, so that no length is asked of a device."""
+    lowest = shifted(values, segment, 1, torch.inf)
+    span = 1
+    while span < len(values):
+        lowest = torch.minimum(lowest, shifted(lowest, segment, span, torch.inf))
+        span *= 2
+    return torch.where(torch.isinf(lowest), 0.0, lowest)
+
+
+def shifted(values: Tensor, segment: Tensor, by: int, missing: float) -> Tensor:
+    """What each token finds `by` places before it in its segment, else `missing`: [n]. A negative
+    `by` looks at later tokens."""
+    found = values.roll(by)
+    places = torch.arange(len(values), device=values.device) - by
+    is_inside = (places >= 0) & (places < len(values))
+    return torch.where(is_inside & (segment.roll(by) == segment), found, missing)
 
 
 def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:

@@ -149,6 +149,7 @@ def measure(
     for cause, mask in rejected.items():
         _measure_mask(meter, f"rejected/{cause}", mask, batch)
     meter.mean("ratio/mean", ratio)
+    meter.mean("ratio/square", ratio.double() ** 2)
     meter.maximum("ratio/max", ratio)
     meter.mean("policy/entropy", batch.entropies)
     meter.mean("advantage/abs_mean", batch.advantages.abs())

@@ -79,6 +79,18 @@ def vespo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     return log_weight.exp() * inputs.advantages * inputs.logprobs
 
 
+@CLIPS.register("topr")
+def topr(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """TOPR (arXiv:2503.14286), no gradient cut: `sg(clip(r, min, max)) A log pi` with bounds by the
+    sign of A: 1 and 1 where A >= 0, 0 and 1 where A < 0. The ratio of the paper is that of the
+    trajectory, `sequence_product`, against the policy that sampled (`proximal = "rollout"`)."""
+    ratio = inputs.log_ratio.detach().exp()
+    of_positive = ratio.clamp(o.topr_min_positive, o.topr_max_positive)
+    of_negative = ratio.clamp(o.topr_min_negative, o.topr_max_negative)
+    weight = torch.where(inputs.advantages >= 0, of_positive, of_negative)
+    return weight * inputs.advantages * inputs.logprobs
+
+
 @CLIPS.register("dppo_tv")
 def dppo_tv(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`r A`, and 0 for tokens whose probability `pi_theta` has left `pi_old` by more than
@@ -92,6 +104,18 @@ def dppo_tv(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 def dppo_kl(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """As dppo_tv, by `KL(pi_old || pi_theta)` of the token against all others."""
     return _within_trust_region(o, inputs)
+
+
+@CLIPS.register("drpo")
+def drpo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """DRPO (arXiv:2606.09821), no gradient cut: `r A - |A| pi_old (r - 1)^2 / (2 drpo_delta)`. The
+    weight of `A grad log pi` is `r (1 - sign(A) (pi_theta - pi_old) / drpo_delta)`: as DPPO's trust
+    region of probabilities, but a token beyond it is pulled back. The paper's old policy is the
+    engine's: `proximal = "rollout"`."""
+    ratio = inputs.log_ratio.exp()
+    old_probs = (inputs.logprobs - inputs.log_ratio).detach().exp()
+    penalty = inputs.advantages.abs() * old_probs * (ratio - 1) ** 2 / (2 * o.drpo_delta)
+    return ratio * inputs.advantages - penalty
 
 
 def _within_trust_region(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
@@ -133,11 +157,12 @@ def gmpo_clip(inputs: ClipInputs) -> Tensor:
 
 
 def clip_status(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
-    """Where the clip removes the gradient (cispo: bounds the weight; kl_cov: penalises), bool [n]
-    by name.
+    """Where the clip removes the gradient (cispo, topr: bounds the weight; kl_cov: penalises), bool
+    [n] by name.
 
     Names are "low", "high", "dual" and "covariance"; nothing for a clip without a status. A token
-    with A = 0 has none of the first three. For gmpo, `inputs.log_ratio` is that of tokens."""
+    with A = 0 has none of the first three, nor one with A > 0 for topr. For gmpo,
+    `inputs.log_ratio` is that of tokens."""
     positive = inputs.advantages > 0
     negative = inputs.advantages < 0
     has_sign = positive | negative
@@ -150,6 +175,11 @@ def clip_status(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
     ratio = log_ratio.exp()
     if o.clip == "cispo":
         return {"low": has_sign & (ratio < o.ratio_min), "high": has_sign & (ratio > o.ratio_max)}
+    if o.clip == "topr":
+        return {
+            "low": negative & (ratio < o.topr_min_negative),
+            "high": negative & (ratio > o.topr_max_negative),
+        }
     if o.clip == "upper":
         return {"high": has_sign & (ratio > 1 + inputs.high)}
     if o.clip in ("dppo_tv", "dppo_kl"):

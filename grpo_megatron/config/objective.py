@@ -71,7 +71,11 @@ class DomainObjective(Strict):
     entropy_weight: float | None = None
     """Weight of the entropy bonus of the domain."""
     opsm_delta: float | None = Field(None, gt=0)
-    """Threshold of the off-policy mask of the domain."""
+    """opsm: threshold of the off-policy mask of the domain."""
+    trm_max: float | None = Field(None, gt=0)
+    """trm: largest divergence of a token in the domain."""
+    trm_mean: float | None = Field(None, gt=0)
+    """trm: largest mean divergence of a sample in the domain."""
 
 
 class ObjectiveConfig(Strict):
@@ -130,7 +134,13 @@ class ObjectiveConfig(Strict):
     """Last of all, advantages are kept within plus and minus this."""
 
     ratio: Literal[
-        "token", "sequence_geo", "sequence_token", "sequence_product", "sequence_mean", "turn_geo"
+        "token",
+        "prefix_min",
+        "sequence_geo",
+        "sequence_token",
+        "sequence_product",
+        "sequence_mean",
+        "turn_geo",
     ] = "token"
     """Level of the update ratio."""
     clip: Annotated[
@@ -141,8 +151,10 @@ class ObjectiveConfig(Strict):
             "cispo",
             "sapo",
             "vespo",
+            "topr",
             "dppo_tv",
             "dppo_kl",
+            "drpo",
             "clip_cov",
             "kl_cov",
             "none",
@@ -174,6 +186,17 @@ class ObjectiveConfig(Strict):
     """vespo: power where it is negative."""
     vespo_lambda_negative: float = Field(2.0, gt=0)
     """vespo: exponential decay where it is negative."""
+    topr_min_positive: float = Field(1.0, ge=0)
+    """topr: lowest weight where the advantage is at least 0; 1 and 1: no ratio at all."""
+    topr_max_positive: float = Field(1.0, gt=0)
+    """topr: highest weight where it is at least 0."""
+    topr_min_negative: float = Field(0.0, ge=0)
+    """topr: lowest weight where it is negative."""
+    topr_max_negative: float = Field(1.0, gt=0)
+    """topr: highest weight where it is negative."""
+    drpo_delta: float = Field(12.5, gt=0)
+    """drpo: change of a token's probability at which its weight is 0 in the harmful direction; the
+    smaller, the stronger it is held (12.5, from the paper, never gets there)."""
     covariance_share: float = Field(2e-4, gt=0, le=1)
     """clip_cov, kl_cov: share of the step's tokens that are chosen by the covariance of log-prob
     and advantage; at least one token."""
@@ -240,10 +263,14 @@ class ObjectiveConfig(Strict):
     0."""
     kpop_threshold: float = Field(0.1, gt=0)
     """kpop: largest divergence of trainer and engine at a token, in nats."""
-    off_policy_mask: Literal["none", "opsm"] = "none"
-    """DeepSeek-V3.2: drop negative samples that are too far off-policy."""
+    off_policy_mask: Literal["none", "opsm", "trm"] = "none"
+    """Samples or tokens that lose their surrogate because the policy has left what sampled them."""
     opsm_delta: float | None = Field(None, gt=0)
-    """Threshold; default: calibrated on the first step, per domain."""
+    """opsm: threshold; default: calibrated on the first step, per domain."""
+    trm_max: float | None = Field(0.05, gt=0)
+    """trm: largest divergence of a token, in nats; null: tokens are not looked at one by one."""
+    trm_mean: float | None = Field(None, gt=0)
+    """trm: largest mean divergence over a sample's tokens, in nats; null: no bound."""
 
     rollout_drift_weight: float = Field(0.0, ge=0)
     """Weight of `(log pi_theta - log pi_engine)^2` at every token: holds the policy to the one that

@@ -27,6 +27,8 @@ SETTINGS = {
     "grpo": ["entropy_weight=0.01", "llds_weight=0.1", "preference_weight=0.5"],
     "dr_grpo": ["denominator=domain"],
     "cispo": ["aggregation=prompt_mean"],
+    "trm": ["trm_max=0.05", "trm_mean=0.02"],
+    "drpo": ["drpo_delta=0.1"],
 }
 
 

@@ -66,8 +66,9 @@ def objective(name: str) -> dict:
     narrow = ("gspo", "luspo", "moe")
     wide = {"clip_low": 0.2, "clip_high": 0.2} if name.startswith(narrow) else {}
     beta = {"kl_beta": 0.05} if settings["preset"] in ("deepseek_v3_2", "moe_default") else {}
+    trust = {"trm_max": 8.0, "trm_mean": 20.0} if name == "trm" else {}
     limit = {"conflict_entropy_limit": 100.0}  # the entropy of an untrained model is high
-    return {**wide, **beta, **limit, "subset_size": 3, **settings}
+    return {**wide, **beta, **trust, **limit, "subset_size": 3, **settings}
 
 
 SENSITIVE = ("gtpo_entropy", "grpo_s", "high_entropy")

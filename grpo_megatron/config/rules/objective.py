@@ -16,7 +16,11 @@ BATCH_RULES = RuleSet()
 """Of runs that take steps; their checks take the objective and the batch."""
 
 _ONE_TERM_A_SEQUENCE = ("sequence_geo", "sequence_product", "sequence_mean")
-_TOKEN_CLIPS = ("cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+_TOKEN_CLIPS = ("cispo", "sapo", "dppo_tv", "dppo_kl", "drpo", "clip_cov", "kl_cov")
+_WITH_PREFIXES = ("ppo", "cispo", "none")
+"""Clips for which the lowest ratio of a prefix is defined."""
+_TERMS_OF_TOKENS = ("vespo", "topr")
+"""Clips that take a sequence's ratio as a weight, and have a term of every token."""
 _GROUPS_OF_ONE = ("reward", "batch", "gagpo", "process")
 """Advantages that compare a sample with more than the rest of its group."""
 _DIVIDED_BY_GROUP = ("best_minus_second", "gigpo")
@@ -139,7 +143,7 @@ def a_sequence_ratio_has_one_term(objective: ObjectiveConfig) -> Violation | Non
     if objective.aggregation == "seq_mean_token_mean":
         return None
     is_luspo = objective.ratio == "sequence_geo" and objective.aggregation == "seq_mean_token_sum"
-    if is_luspo or objective.clip == "vespo":  # whose terms are of tokens
+    if is_luspo or objective.clip in _TERMS_OF_TOKENS:
         return None
     if "sequence_ratio_aggregation" in objective.allow:
         return None
@@ -168,13 +172,29 @@ def turn_ratios_need_turns(objective: ObjectiveConfig) -> Violation | None:
 @OBJECTIVE_RULES.rule("objective")
 def token_clips_have_token_ratios(objective: ObjectiveConfig) -> Violation | None:
     """Refuse clips of tokens with ratios of sequences."""
-    if objective.clip not in _TOKEN_CLIPS or objective.ratio == "token":
+    if objective.clip not in _TOKEN_CLIPS or objective.ratio in ("token", "prefix_min"):
         return None
     return Violation(
         "objective.clip",
         f"{objective.clip} is defined on token ratios",
         remedy='set ratio = "token"',
         related=("objective.ratio",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def prefixes_are_weighed_by_some_clips(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse the lowest ratio of a prefix for clips that look at a token's own ratio."""
+    if objective.ratio != "prefix_min" or objective.clip in _WITH_PREFIXES:
+        return None
+    if ":" in objective.clip:  # a function of one's own
+        return None
+    return Violation(
+        "objective.ratio",
+        f"{objective.clip} is not defined on the lowest ratio of a prefix; "
+        f"{', '.join(_WITH_PREFIXES)} are",
+        remedy='set ratio = "token" or clip = "cispo"',
+        related=("objective.clip",),
     )
 
 
@@ -207,7 +227,7 @@ def vespo_has_sequence_ratios(objective: ObjectiveConfig) -> Violation | None:
 @OBJECTIVE_RULES.rule("objective")
 def selected_tokens_have_terms_of_their_own(objective: ObjectiveConfig) -> Violation | None:
     """Refuse a choice of tokens where a sequence has one term, whose gradient all tokens share."""
-    if objective.top_entropy_share == 1 or objective.clip == "vespo":
+    if objective.top_entropy_share == 1 or objective.clip in _TERMS_OF_TOKENS:
         return None
     if objective.ratio not in (*_ONE_TERM_A_SEQUENCE, "turn_geo"):
         return None
@@ -257,6 +277,25 @@ def cispo_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
         remedy="swap them",
         related=("objective.ratio_max",),
     )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def topr_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a lowest weight of TOPR above the highest."""
+    if objective.clip != "topr":
+        return None
+    for sign in ("positive", "negative"):
+        lowest = getattr(objective, f"topr_min_{sign}")
+        highest = getattr(objective, f"topr_max_{sign}")
+        if lowest > highest:
+            return Violation(
+                f"objective.topr_min_{sign}",
+                f"{lowest:g} is above topr_max_{sign} {highest:g}",
+                nearest=(highest,),
+                remedy="or raise the other",
+                related=(f"objective.topr_max_{sign}",),
+            )
+    return None
 
 
 # --- KL and the reference
@@ -353,6 +392,22 @@ def mismatch_floor_has_a_weight(objective: ObjectiveConfig) -> Violation | None:
             related=("objective.mismatch_max",),
         )
     return None
+
+
+@OBJECTIVE_RULES.rule("objective")
+def a_trust_region_has_a_bound(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse trust region masking that masks nothing."""
+    if objective.off_policy_mask != "trm":
+        return None
+    if objective.trm_max is not None or objective.trm_mean is not None:
+        return None
+    return Violation(
+        "objective.trm_max",
+        "neither trm_max nor trm_mean is set: no sample can leave the trust region",
+        nearest=(0.05,),
+        remedy="or set trm_mean, in the paper 0.001",
+        related=("objective.trm_mean", "objective.off_policy_mask"),
+    )
 
 
 # --- objective and batch
