@@ -13,18 +13,22 @@ from torch import Tensor
 from grpo_megatron.algorithms.batch import Advantages, SampleBatch
 from grpo_megatron.config.objective import ObjectiveConfig
 
+EQUAL_WITHIN = 1e-5
+"""Nats by which entropies differ that are the same but for rounding: the samples of a group have
+the same policy behind their prompt, and each layout computes it a little differently."""
+
 
 def low_entropy_tokens(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> Tensor:
     """Tokens below the `1 - top_entropy_share` quantile of entropy, bool [n] (arXiv:2506.01939).
 
     The quantile is of the samples `rows` (int64), linear between neighbours; tokens at it keep the
-    surrogate, so equal entropies all do."""
+    surrogate, so equal entropies all do (`EQUAL_WITHIN`)."""
     entropies = batch.tokens["entropies"].double()
     is_low = torch.zeros(batch.num_tokens, dtype=torch.bool)
     for tokens in _tokens_of_scopes(o, batch, rows):
         of_scope = entropies[tokens]
         threshold = np.quantile(of_scope.numpy(), 1 - o.top_entropy_share)
-        is_low[tokens] = of_scope < threshold
+        is_low[tokens] = of_scope < threshold - EQUAL_WITHIN
     return is_low
 
 

@@ -90,6 +90,13 @@ def test_equal_entropies_are_all_trained():
     assert trained(found) == [[0, 1, 2], [0, 1]]
 
 
+def test_entropies_that_rounding_parts_are_equal():
+    """The lower of a pair, at the quantile, of samples that begin alike."""
+    close = 0.3 - 1e-6
+    found = evaluated("grpo", ["top_entropy_share=0.2"], **case([[0.1, 0.3], [0.1, close]]))
+    assert trained(found) == [[1], [1]]
+
+
 @pytest.mark.parametrize(
     ("entropies", "more"),
     [

@@ -40,10 +40,15 @@ def worker_model(
     from grpo_megatron.rollout.replica import _hf_config
 
     load_general_plugins()
+    hf = _hf_config(checkpoint)
+    attention_backend = None
+    if hf.get("kv_lora_rank") is not None:
+        attention_backend = "CPU_MLA"  # as a replica's, whatever CPU this is
     config = EngineArgs(
         model=str(checkpoint),
         dtype="float32",
-        hf_overrides=engine_overrides(_hf_config(checkpoint)) or {},
+        hf_overrides=engine_overrides(hf) or {},
+        attention_backend=attention_backend,
         tensor_parallel_size=tensor_parallel_size,
         enable_expert_parallel=expert_parallel,
         distributed_executor_backend="mp",
