@@ -18,7 +18,11 @@ from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.algorithms.terms import preference_coefficients
-from grpo_megatron.algorithms.token_selection import covariant_tokens, low_entropy_tokens
+from grpo_megatron.algorithms.token_selection import (
+    covariant_tokens,
+    low_entropy_tokens,
+    outlying_tokens,
+)
 from grpo_megatron.config.objective import ObjectiveConfig
 
 
@@ -74,6 +78,9 @@ def loss_constants(
     covariant = None
     if o.clip in ("clip_cov", "kl_cov"):
         covariant = covariant_tokens(o, batch, advantages, rows)
+    outlying = None
+    if o.off_policy_mask == "m2po":
+        outlying = outlying_tokens(o, batch, advantages, rows)
     return LossConstants(
         batch,
         advantages,
@@ -83,6 +90,7 @@ def loss_constants(
         positive_weights=positive_weights,
         low_entropy=low_entropy,
         covariant=covariant,
+        outlying=outlying,
     )
 
 

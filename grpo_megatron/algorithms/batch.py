@@ -108,7 +108,8 @@ class SampleBatch:
     """bool [N]: the domain's accuracy component says so; None: rewards are all that is known"""
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     """[n]: token_ids, old_logprobs, ref_logprobs, rollout_logprobs; entropies and squared_probs
-    (sum over the vocabulary of squared probabilities) of the old policy"""
+    (sum over the vocabulary of squared probabilities) of the old policy; sampled_logprobs: as
+    old_logprobs, over what could be sampled, as the engine's are"""
     events: Events | None = None
     """Rewards of steps, for process supervision."""
     turns: Events | None = None
@@ -117,6 +118,9 @@ class SampleBatch:
     """bool [n]: tokens that lose their loss, of turns that a tool's failure spoilt or of weights
     that are too old; None: none."""
     dropped: DroppedRewards | None = None
+    staleness: Tensor | None = None
+    """int64 [n]: by how many weight versions a token is older than what is trained; None: by
+    none."""
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -205,6 +209,9 @@ class SampleBatch:
         spoilt = self.spoilt
         if spoilt is not None:
             spoilt = spoilt[self.flat_index(rows)]
+        staleness = self.staleness
+        if staleness is not None:
+            staleness = staleness[self.flat_index(rows)]
         return replace(
             self,
             rewards=self.rewards[rows],
@@ -220,6 +227,7 @@ class SampleBatch:
             events=_events_of(self.events, rows, len(self)),
             turns=_events_of(self.turns, rows, len(self)),
             spoilt=spoilt,
+            staleness=staleness,
         )
 
     def _token_columns(self, rows: Tensor) -> dict[str, Tensor]:
@@ -287,6 +295,7 @@ class LossConstants:
     """float64 [N], by which each token's negative log-likelihood counts; 0 for what is not right"""
     low_entropy: Tensor | None = None  # bool [n]: loses the surrogate (`top_entropy_share`)
     covariant: Tensor | None = None  # bool [n]: chosen by covariance (clip_cov, kl_cov)
+    outlying: Tensor | None = None  # bool [n]: chosen by the second moment of ratios (m2po)
 
     def loss_batch(
         self,
@@ -360,7 +369,9 @@ class LossConstants:
             positive_weights=positive_weights,
             low_entropy=at_tokens(self.low_entropy),
             covariant=at_tokens(self.covariant),
+            outlying=at_tokens(self.outlying),
             spoilt=at_tokens(self.batch.spoilt),
+            staleness=at_tokens(self.batch.staleness),
             replayed_masks=masks,
         )
 
@@ -390,6 +401,8 @@ class LossBatch:
     positive_weights: Tensor | None = None  # [n], of the negative log-likelihood
     low_entropy: Tensor | None = None  # bool [n]: without a surrogate
     covariant: Tensor | None = None  # bool [n]: chosen by covariance
+    outlying: Tensor | None = None  # bool [n]: chosen by the second moment of ratios
+    staleness: Tensor | None = None  # int64 [n]: versions between sampling and training
     spoilt: Tensor | None = None  # bool [n]: without a loss, though in all statistics
     replayed_masks: Mapping[str, Tensor] | None = None
     """Who was clipped or rejected when the step was first trained, bool [n] by name; the loss

@@ -128,6 +128,7 @@ class _Document(pydantic.BaseModel):
     entropies: list[list[Number]] | None = None
     squared_probs: list[list[Share]] | None = None
     token_ids: list[list[Whole]] | None = None
+    staleness: list[list[Whole]] | None = None
     loss_mask: list[list[Flag]] | None = None
     rewards: list[Reward] | None = None
     advantages: (
@@ -158,6 +159,7 @@ _RAGGED = (
     "entropies",
     "squared_probs",
     "token_ids",
+    "staleness",
     "loss_mask",
 )
 
@@ -244,6 +246,7 @@ def _case(given: _Document) -> Case:
     size = len(given.logprobs)
     mask = _mask(given)
     columns = _columns(given, mask)
+    staleness = columns.pop("staleness", None)
     names, domains = _labels("domains", given.domains, size)
     _, groups = _labels("group_ids", given.group_ids, size)
     _check_domains(groups, domains)
@@ -256,6 +259,7 @@ def _case(given: _Document) -> Case:
         correct = torch.tensor(given.correct, dtype=torch.bool)
     of_old_policy = dict(columns)
     del of_old_policy["logprobs"]
+    of_old_policy["sampled_logprobs"] = columns["old_logprobs"]
     turns = _turns(given, mask)
     batch = SampleBatch(
         rewards=rewards,
@@ -272,6 +276,7 @@ def _case(given: _Document) -> Case:
         turns=turns,
         spoilt=_spoilt(given, mask, turns),
         dropped=_dropped(given, names),
+        staleness=staleness,
     )
     return Case(
         batch=batch,
@@ -292,7 +297,7 @@ def _columns(given: _Document, mask: Sequence[Sequence[bool]]) -> dict[str, Tens
         if not rows:
             continue
         dtype = torch.float64
-        if name == "token_ids":
+        if name in ("token_ids", "staleness"):
             dtype = torch.int64
         columns[name] = _flat(rows, mask, dtype)
     columns.setdefault("old_logprobs", columns["logprobs"])

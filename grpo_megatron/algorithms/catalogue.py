@@ -17,7 +17,7 @@ from grpo_megatron.algorithms.advantages.before import (
 )
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.aggregation import AGGREGATIONS
-from grpo_megatron.algorithms.objective import OFF_POLICY_MASKS
+from grpo_megatron.algorithms.objective import CREDITS, OFF_POLICY_MASKS
 from grpo_megatron.algorithms.ratios import MISMATCH, RATIOS
 from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
@@ -30,6 +30,7 @@ AXES: dict[str, dict[str, Callable[..., Any]]] = {
     "shaping": SHAPINGS,
     "ratio": RATIOS,
     "clip": CLIPS,
+    "credit": CREDITS,
     "aggregation": AGGREGATIONS,
     "kl": KL,
     "mismatch": MISMATCH,

@@ -75,7 +75,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     Raises ConfigError where a custom clip cannot be imported or returns another shape than [n]."""
     o = objective.config
     batch, infinite = _without_infinite(batch)
-    batch = _without_spoilt(batch)
+    batch = _with_proximal(o, _without_spoilt(batch))
     of_tokens = _clip_inputs(objective, batch)
     log_diff = of_tokens.log_ratio
     inputs = replace(of_tokens, log_ratio=_log_ratio(o, of_tokens, batch))
@@ -88,6 +88,10 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     losses = -_surrogate(o, inputs, batch, clipped)
     if factor is not None:
         losses = losses * factor
+    if o.credit != "none":
+        credit = CREDITS[o.credit](o, log_diff.detach(), batch)
+        losses = losses * credit
+        meter.mean("credit/mean", credit)
     losses = _regularised(objective, batch, losses, log_diff)
     weighted = batch.weights * losses
     loss = weighted.sum()
@@ -153,7 +157,7 @@ def _regularised(
     return losses
 
 
-_FOLLOW_RECORDED_CLIPS = ("ppo", "upper", "dppo_tv", "dppo_kl", "clip_cov")
+_FOLLOW_RECORDED_CLIPS = ("ppo", "upper", "both", "dppo_tv", "dppo_kl", "clip_cov")
 """Clips that cut the gradient of a token, and have `r A` where they do not."""
 
 
@@ -305,6 +309,48 @@ def trust_region(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor
             bounds.append(bound)
         is_outside = is_outside | (divergence[batch.sample] > _at_tokens(bounds, batch))
     return is_outside
+
+
+@OFF_POLICY_MASKS.register("m2po")
+def second_moment(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:
+    """Of the tokens that the step makes likelier though they already are (A > 0, r > 1), or less
+    likely (A < 0, r < 1), those with the largest `(log r)^2`, as many as it takes for the mean of
+    the others to be `m2po_limit` at most (M2PO, arXiv:2510.01161; `algorithms.token_selection`).
+    `r = pi_old / pi_engine`, over the whole optimizer step."""
+    assert batch.outlying is not None  # see `LossConstants.outlying`
+    return batch.outlying
+
+
+CREDITS: Registry[Callable[[ObjectiveConfig, Tensor, LossBatch], Tensor]] = Registry()
+"""Weights of the surrogate by what followed a token: `(objective, log_ratio, batch) -> [n]`,
+detached; log_ratio: [n] of tokens, detached."""
+_SAFE_CREDIT = (0.8, 1.0)
+
+
+@CREDITS.register("future_kl")
+def future_kl(o: ObjectiveConfig, log_ratio: Tensor, batch: LossBatch) -> Tensor:
+    """`clip(exp(sum_{u >= t} gamma^(u-t) log r_u), future_kl_min, future_kl_max)`, detached, with
+    `gamma = 2^(-1 / future_kl_half_life)`: tokens weigh more after which the policy came to answer
+    so more often (FIPO, arXiv:2603.19835). Tokens with r > future_kl_ratio_max are left out of the
+    sum; where A < 0 and r > future_kl_safe_ratio, the weight is 0.8 to 1."""
+    ratio = log_ratio.exp()
+    counted = torch.where(ratio > o.future_kl_ratio_max, 0.0, log_ratio)
+    gamma = 2.0 ** (-1.0 / o.future_kl_half_life)
+    future = ratios.bounded(ratios.discounted_from(counted, batch.sample, gamma))
+    weight = future.exp().clamp(o.future_kl_min, o.future_kl_max)
+    is_unsafe = (batch.advantages < 0) & (ratio > o.future_kl_safe_ratio)
+    return torch.where(is_unsafe, weight.clamp(*_SAFE_CREDIT), weight)
+
+
+def _with_proximal(o: ObjectiveConfig, batch: LossBatch) -> LossBatch:
+    """The batch with the old log-probs that `objective.proximal` interpolates, where it does."""
+    if o.proximal != "interpolated":
+        return batch
+    staleness = batch.staleness
+    if staleness is None:
+        staleness = torch.zeros_like(batch.sample)
+    old_logprobs = ratios.interpolated(batch.logprobs, batch.rollout_logprobs, staleness)
+    return replace(batch, old_logprobs=old_logprobs)
 
 
 def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:

@@ -121,6 +121,29 @@ def shifted(values: Tensor, segment: Tensor, by: int, missing: float) -> Tensor:
     return torch.where(is_inside & (segment.roll(by) == segment), found, missing)
 
 
+def discounted_from(values: Tensor, segment: Tensor, factor: float) -> Tensor:
+    """`sum_{u >= t} factor^(u - t) x_u` over the tokens of the same segment, [n].
+
+    Segments follow one another. Spans are doubled, so that no length is asked of a device."""
+    total = values
+    span = 1
+    while span < len(values):
+        total = total + factor**span * shifted(total, segment, -span, 0.0)
+        span *= 2
+    return total
+
+
+def interpolated(logprobs: Tensor, rollout_logprobs: Tensor, staleness: Tensor) -> Tensor:
+    """A proximal policy without a pass: `log pi_engine + a (log pi_theta - log pi_engine)` with
+    `a = (d - 1) / d` for a token that is d versions old, 0 for d = 0 (A-3PO, arXiv:2512.06547):
+    the weights one version before the present ones, if each version moved equally far.
+
+    logprobs, rollout_logprobs: [n]; staleness: int64 [n]. Detached, [n]."""
+    age = staleness.to(logprobs.dtype)
+    share = (age - 1).clamp(min=0) / age.clamp(min=1)
+    return torch.lerp(rollout_logprobs, logprobs.detach(), share)
+
+
 def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
     """KL(p || q) of a token against all other tokens together, [n], in nats.
 

@@ -45,6 +45,14 @@ def clipped_above(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     return inputs.log_ratio.exp().clamp(max=1.0 + inputs.high) * inputs.advantages
 
 
+@CLIPS.register("both")
+def clipped_on_both_sides(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """`clip(r, 1 - low, 1 + high) A`: no gradient outside of the bounds, whatever the sign of A
+    (Kimi K2.5, arXiv:2602.02276 eq. 1, which beside it has `rollout_drift_weight`)."""
+    ratio = inputs.log_ratio.exp()
+    return ratio.clamp(min=1.0 - inputs.low).clamp(max=1.0 + inputs.high) * inputs.advantages
+
+
 @CLIPS.register("gmpo")
 def gmpo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`exp(mean_t clip(log r_t)) A`: tokens are clipped before their mean (`gmpo_clip`), one side
@@ -182,6 +190,11 @@ def clip_status(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
         }
     if o.clip == "upper":
         return {"high": has_sign & (ratio > 1 + inputs.high)}
+    if o.clip == "both":
+        return {
+            "low": has_sign & (ratio < 1 - inputs.low),
+            "high": has_sign & (ratio > 1 + inputs.high),
+        }
     if o.clip in ("dppo_tv", "dppo_kl"):
         divergence = _divergence_of_token(o, inputs)
         return {

@@ -1,6 +1,7 @@
-"""Tokens of an optimizer step that are treated apart: of low entropy, or of high covariance.
+"""Tokens of an optimizer step that are treated apart: of low entropy, of high covariance, or with
+ratios that are far from 1.
 
-Both compare tokens over the whole step, so they are chosen before its first micro-batch, from the
+All compare tokens over the whole step, so they are chosen before its first micro-batch, from the
 old policy's entropies and log-probs: neither the split nor the layout changes the choice. Each
 scope of `statistics_scope` chooses among its own tokens.
 
@@ -41,10 +42,7 @@ def covariant_tokens(
     samples `rows` (int64). kl_cov takes the `covariance_share` of tokens with the highest;
     clip_cov as many at random from those between `covariance_min` and `covariance_max`. Ties, and
     chance, are decided by a hash of sample and place."""
-    if advantages.per_token:
-        of_tokens = advantages.values.double()
-    else:
-        of_tokens = batch.to_tokens(advantages.values.double())
+    of_tokens = _at_tokens(batch, advantages)
     logprobs = batch.tokens["old_logprobs"].double()
     chance = _hash_of_tokens(batch)
     is_chosen = torch.zeros(batch.num_tokens, dtype=torch.bool)
@@ -64,6 +62,37 @@ def covariant_tokens(
             order = np.lexsort((chance[tokens.numpy()], -covariance.numpy()))
         is_chosen[tokens[torch.from_numpy(order[:num_chosen])]] = True
     return is_chosen
+
+
+def outlying_tokens(
+    o: ObjectiveConfig, batch: SampleBatch, advantages: Advantages, rows: Tensor
+) -> Tensor:
+    """Tokens that M2PO leaves out, bool [n] (arXiv:2510.01161): those with the largest
+    `(log pi_old - log pi_engine)^2` among the tokens of the samples `rows` (int64) whose ratio has
+    already gone where the advantage pushes, until the mean of the others is `m2po_limit` at most.
+
+    Ties are decided by a hash of sample and place."""
+    rollout_logprobs = batch.tokens["rollout_logprobs"].double()
+    log_ratio = batch.tokens["sampled_logprobs"].double() - rollout_logprobs
+    pushed_further = _at_tokens(batch, advantages) * log_ratio > 0
+    is_candidate = torch.isfinite(log_ratio) & pushed_further
+    chance = _hash_of_tokens(batch)
+    is_left_out = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    for tokens in _tokens_of_scopes(o, batch, rows):
+        tokens = tokens[is_candidate[tokens]]
+        squares = log_ratio[tokens] ** 2
+        order = torch.from_numpy(np.lexsort((chance[tokens.numpy()], squares.numpy())))
+        means = squares[order].cumsum(0) / torch.arange(1, len(order) + 1)
+        num_kept = int((means <= o.m2po_limit).sum())
+        is_left_out[tokens[order[num_kept:]]] = True
+    return is_left_out
+
+
+def _at_tokens(batch: SampleBatch, advantages: Advantages) -> Tensor:
+    """The advantage of every token, float64 [n]."""
+    if advantages.per_token:
+        return advantages.values.double()
+    return batch.to_tokens(advantages.values.double())
 
 
 def _tokens_of_scopes(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> list[Tensor]:

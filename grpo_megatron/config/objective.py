@@ -147,6 +147,7 @@ class ObjectiveConfig(Strict):
         Literal[
             "ppo",
             "upper",
+            "both",
             "gmpo",
             "cispo",
             "sapo",
@@ -197,6 +198,18 @@ class ObjectiveConfig(Strict):
     drpo_delta: float = Field(12.5, gt=0)
     """drpo: change of a token's probability at which its weight is 0 in the harmful direction; the
     smaller, the stronger it is held (12.5, from the paper, never gets there)."""
+    credit: Literal["none", "future_kl"] = "none"
+    """Weighs the surrogate of every token by what followed it."""
+    future_kl_half_life: float = Field(32.0, gt=0)
+    """future_kl: tokens after which what follows counts half."""
+    future_kl_min: float = Field(1.0, ge=0)
+    """future_kl: lowest weight (0.8 for small models, in the authors' scripts)."""
+    future_kl_max: float = Field(1.2, gt=0)
+    """future_kl: highest weight."""
+    future_kl_ratio_max: float = Field(10.0, gt=0)
+    """future_kl: tokens with a higher ratio are left out of the sums."""
+    future_kl_safe_ratio: float = Field(4.0, gt=0)
+    """future_kl: tokens with a negative advantage and a higher ratio have a weight of 0.8 to 1."""
     covariance_share: float = Field(2e-4, gt=0, le=1)
     """clip_cov, kl_cov: share of the step's tokens that are chosen by the covariance of log-prob
     and advantage; at least one token."""
@@ -248,8 +261,10 @@ class ObjectiveConfig(Strict):
     entropy_weight: float = 0.0
     """Entropy bonus: the loss has `-entropy_weight * H`."""
 
-    proximal: Literal["recompute", "rollout"] = "recompute"
-    """Old log-probs: from the trainer, or the engine's (bypasses the mismatch correction)."""
+    proximal: Literal["recompute", "rollout", "interpolated"] = "recompute"
+    """Old log-probs: from the trainer; the engine's (bypasses the mismatch correction); or between
+    the engine's and the present ones, by the staleness of each token, which needs no pass of the
+    old policy (A-3PO, arXiv:2512.06547)."""
     mismatch: Literal[
         "none", "tis", "tis_sequence", "mis_sequence", "geometric_mask", "icepop", "kpop"
     ] = "none"
@@ -263,7 +278,7 @@ class ObjectiveConfig(Strict):
     0."""
     kpop_threshold: float = Field(0.1, gt=0)
     """kpop: largest divergence of trainer and engine at a token, in nats."""
-    off_policy_mask: Literal["none", "opsm", "trm"] = "none"
+    off_policy_mask: Literal["none", "opsm", "trm", "m2po"] = "none"
     """Samples or tokens that lose their surrogate because the policy has left what sampled them."""
     opsm_delta: float | None = Field(None, gt=0)
     """opsm: threshold; default: calibrated on the first step, per domain."""
@@ -271,6 +286,8 @@ class ObjectiveConfig(Strict):
     """trm: largest divergence of a token, in nats; null: tokens are not looked at one by one."""
     trm_mean: float | None = Field(None, gt=0)
     """trm: largest mean divergence over a sample's tokens, in nats; null: no bound."""
+    m2po_limit: float = Field(0.04, gt=0)
+    """m2po: largest mean of `(log r)^2` over an optimizer step."""
 
     rollout_drift_weight: float = Field(0.0, ge=0)
     """Weight of `(log pi_theta - log pi_engine)^2` at every token: holds the policy to the one that

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.algorithms.ratios import lowest_before
+from grpo_megatron.algorithms.ratios import discounted_from, lowest_before
 from tests.algorithms.evaluation import evaluated, same
 
 NOW = [[0.3, 0.4, 0.5], [0.25, 0.6]]
@@ -155,17 +155,150 @@ def test_drpo_on_policy_is_plain():
     same(found["grad_logprobs"], [[-2 / 6] * 3, [1 / 6] * 2])
 
 
+# --- M2PO
+
+
+def of_the_old_policy(**more: Any) -> dict[str, Any]:
+    """The same probabilities of the present and of the old policy."""
+    given = case(**more)
+    return {**given, "old_logprobs": given["logprobs"]}
+
+
+def test_m2po_leaves_out_the_largest_ratios_until_the_mean_is_small_enough():
+    """Candidates: ratios 1.5 and 1.25 with A > 0, 0.5 with A < 0."""
+    squares = [math.log(r) ** 2 for r in (1.25, 1.5, 0.5)]
+    found = evaluated("m2po", [f"m2po_limit={sum(squares) / 3 + 1e-9}"], **of_the_old_policy())
+    same(found["metrics"]["rejected/m2po_fraction"], 0)
+    same(found["grad_logprobs"], [[-2 * r / 5 for r in (1.5, 0.8, 1.25)], [0.5 / 5, 1.2 / 5]])
+    found = evaluated("m2po", [f"m2po_limit={sum(squares) / 3 - 1e-9}"], **of_the_old_policy())
+    same(found["grad_logprobs"], [[-2 * r / 5 for r in (1.5, 0.8, 1.25)], [0, 1.2 / 5]])
+    found = evaluated("m2po", [f"m2po_limit={squares[0] + 1e-9}"], **of_the_old_policy())
+    same(found["grad_logprobs"], [[0, -2 * 0.8 / 5, -2 * 1.25 / 5], [0, 1.2 / 5]])
+    found = evaluated("m2po", ["m2po_limit=1e-9"], **of_the_old_policy())
+    same(found["grad_logprobs"], [[0, -2 * 0.8 / 5, 0], [0, 1.2 / 5]])
+    same(found["metrics"]["rejected/m2po_fraction"], 3 / 5)
+
+
+def test_m2po_looks_at_each_domain_for_itself():
+    two = of_the_old_policy(domains=["a", "b"], group_ids=[0, 1])
+    limit = math.log(0.5) ** 2 - 1e-9  # domain b has this one candidate, a has smaller ones
+    found = evaluated("m2po", [f"m2po_limit={limit}"], **two)
+    same(found["metrics"]["rejected/m2po_fraction@a"], 0)
+    same(found["metrics"]["rejected/m2po_fraction@b"], 1 / 2)
+    together = [f"m2po_limit={limit}", "statistics_scope=global"]
+    same(evaluated("m2po", together, **two)["metrics"]["rejected/m2po_fraction"], 0)
+
+
+# --- A-3PO
+
+
+def test_a3po_takes_the_engine_for_old_where_it_is_one_version_behind():
+    plain = ["clip=none", "mismatch=tis", "mismatch_max=100"]
+    for more in ({"staleness": [[0, 1, 0], [1, 1]]}, {}):
+        found = evaluated("a3po", plain, **case(**more))
+        same(found["grad_logprobs"], [[-2 * r / 5 for r in (1.5, 0.8, 1.25)], [0.5 / 5, 1.2 / 5]])
+        same(found["metrics"]["mismatch/rho/mean"], 1)
+
+
+def test_a3po_interpolates_by_the_age_of_each_token():
+    """Ages 2, 3, 1 and 4, 2: the old policy is 1/2, 2/3, 0 and 3/4, 1/2 of the way."""
+    ages = case(staleness=[[2, 3, 1], [4, 2]])
+    ratios = [1.5, 0.8, 1.25, 0.5, 1.2]
+    shares = [1 / 2, 2 / 3, 0, 3 / 4, 1 / 2]
+    weights = [r**s for r, s in zip(ratios, shares, strict=True)]
+    updates = [r ** (1 - s) for r, s in zip(ratios, shares, strict=True)]
+    found = evaluated("a3po", ["clip=none"], **ages)
+    same(found["grad_logprobs"], [[-2 * r / 5 for r in ratios[:3]], [r / 5 for r in ratios[3:]]])
+    same(found["metrics"]["ratio/mean"], sum(updates) / 5)
+    same(found["metrics"]["mismatch/rho/mean"], sum(weights) / 5)
+    found = evaluated("a3po", ["clip_high=0.24", "mismatch_max=1.1"], **ages)
+    # weights 1.22, 0.86, 1, 0.59, 1.10 and updates 1.22, 0.93, 1.25, 0.84, 1.10
+    same(found["grad_logprobs"], [[0, -2 * 0.8 / 5, 0], [0.5 / 5, 1.2 / 5]])
+
+
+# --- FIPO
+
+
+def as_old(**more: Any) -> dict[str, Any]:
+    """The engine's probabilities are those of the old policy, too."""
+    given = case(**more)
+    return {**given, "old_logprobs": given["rollout_logprobs"]}
+
+
+def test_fipo_weighs_a_token_by_what_became_likelier_behind_it():
+    gamma = 2.0 ** (-1 / 2)
+    wide = ["future_kl_half_life=2", "future_kl_min=0", "future_kl_max=9", "clip=none"]
+    found = evaluated("fipo", [*wide, "dual_clip=null"], **as_old())
+    expected = []
+    for row, value in zip(ratios_of(NOW, THEN), (2.0, -1.0), strict=True):
+        sums = []
+        for place in range(len(row)):
+            sums.append(sum(gamma**far * math.log(r) for far, r in enumerate(row[place:])))
+        expected.append([-value * r * math.exp(s) / 5 for r, s in zip(row, sums, strict=True)])
+    same(found["grad_logprobs"], expected)
+
+
+def test_fipo_bounds_its_weights_and_leaves_out_what_has_run_away():
+    """Ratios 45, which is above future_kl_ratio_max, and 1.5, the only one in a sum."""
+    now, then = [[0.9, 0.3], [0.9, 0.3]], [[0.02, 0.2], [0.02, 0.2]]
+    given = as_old(now=now, then=then, values=[1.0, -1.0])
+    plain = ["clip=none", "dual_clip=null"]
+    found = evaluated("fipo", plain, **given)
+    same(found["grad_logprobs"], [[-45 * 1.2 / 4, -1.5 * 1.2 / 4], [45 * 1.0 / 4, 1.5 * 1.2 / 4]])
+    same(found["metrics"]["credit/mean"], (3 * 1.2 + 1.0) / 4)
+    low = ["future_kl_min=0.5", "future_kl_max=0.6", *plain]
+    found = evaluated("fipo", low, **given)
+    same(found["grad_logprobs"], [[-45 * 0.6 / 4, -1.5 * 0.6 / 4], [45 * 0.8 / 4, 1.5 * 0.6 / 4]])
+
+
+def test_discounted_sums_end_with_their_segment():
+    generator = torch.Generator().manual_seed(4)
+    lengths = [3, 1, 40, 2, 17]
+    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    values = torch.randn(len(segment), generator=generator, dtype=torch.float64)
+    expected = []
+    for part in values.split(lengths):
+        for place in range(len(part)):
+            later = part[place:].tolist()
+            expected.append(sum(0.9**far * value for far, value in enumerate(later)))
+    same(discounted_from(values, segment, 0.9).tolist(), expected, 1e-12)
+
+
+# --- Kimi K2.5
+
+
+def test_both_sides_are_clipped_for_both_signs_and_the_distance_is_held():
+    """Ratios 1.5, 0.8, 1.25 and 0.5, 1.2 within [0.75, 1.3]."""
+    bounds = ["clip_low=0.25", "clip_high=0.3", "rollout_drift_weight=0.1"]
+    found = evaluated("kimi_k2_5", bounds, **case())
+    surrogate = [[0, -2 * 0.8 / 5, -2 * 1.25 / 5], [0, 1.2 / 5]]
+    expected = []
+    for row, terms in zip(ratios_of(NOW, THEN), surrogate, strict=True):
+        expected.append([t + 0.2 * math.log(r) / 5 for r, t in zip(row, terms, strict=True)])
+    same(found["grad_logprobs"], expected)
+    same(found["metrics"]["clip/high_fraction"], 1 / 5)
+    same(found["metrics"]["clip/low_fraction"], 1 / 5)
+
+
 # --- what they have in common
 
+PRESETS = ("topr", "minpro", "trm", "drpo", "m2po", "a3po", "fipo", "kimi_k2_5")
 
-@pytest.mark.parametrize("preset", ["topr", "minpro", "trm", "drpo"])
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_what_the_environment_said_is_in_no_ratio_and_no_denominator(preset):
     with_environment = case(
         now=[[0.3, 0.9, 0.4, 0.5], [0.25, 0.6, 0.1]],
         then=[[0.2, 0.01, 0.5, 0.4], [0.5, 0.5, 0.9]],
         loss_mask=[[1, 0, 1, 1], [1, 1, 0]],
     )
-    wide = {"trm": ["trm_max=9", "trm_mean=9"], "drpo": ["aggregation_length=3"]}
+    wide = {
+        "trm": ["trm_max=9", "trm_mean=9"],
+        "drpo": ["aggregation_length=3"],
+        "m2po": ["m2po_limit=0.1"],
+        "a3po": ["clip_high=9", "mismatch_max=9"],
+        "fipo": ["proximal=rollout"],
+    }
     found = evaluated(preset, wide.get(preset, []), **with_environment)
     alone = evaluated(preset, wide.get(preset, []), **case())
     same(found["loss"], alone["loss"])

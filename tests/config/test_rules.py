@@ -272,6 +272,8 @@ BROKEN = [
     ("objective", ["objective.preset=drpo", "objective.ratio=sequence_geo", *SEQUENCE_MEAN]),
     ("objective", ["objective.preset=minpro", "objective.clip=drpo"]),
     ("objective", ["objective.preset=topr", "objective.topr_min_negative=2"]),
+    ("objective", ["objective.preset=fipo", "objective.future_kl_min=2"]),
+    ("objective", ["objective.preset=gspo", "objective.credit=future_kl"]),
     ("objective", ["objective.preset=topr", "objective.topr_max_positive=0.5"]),
     (
         "objective",
@@ -392,6 +394,9 @@ def test_a_rule_set_fills_in_names_and_values():
         ["objective.preset=vespo", "objective.top_entropy_share=0.5"],
         ["objective.preset=topr", "objective.top_entropy_share=0.5"],
         ["objective.preset=topr", "objective.ratio=token"],
+        ["objective.preset=topr", "objective.credit=future_kl"],
+        ["objective.preset=a3po", "objective.mismatch=tis", "batch.max_staleness=2"],
+        ["objective.preset=gspo_token", "objective.credit=future_kl"],
         ["objective.preset=minpro", "objective.clip=ppo"],
         ["objective.preset=trm", "objective.trm_max=null"],
         ["objective.preset=gspo_token", "objective.top_entropy_share=0.5"],

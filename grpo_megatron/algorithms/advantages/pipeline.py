@@ -52,6 +52,8 @@ def loss_columns(o: ObjectiveConfig) -> frozenset[str]:
         needed.add("entropies")
     if o.clip in ("clip_cov", "kl_cov"):
         needed.add("old_logprobs")
+    if o.off_policy_mask == "m2po":
+        needed.update(("sampled_logprobs", "rollout_logprobs"))
     return frozenset(needed)
 
 

@@ -395,6 +395,37 @@ def mismatch_floor_has_a_weight(objective: ObjectiveConfig) -> Violation | None:
 
 
 @OBJECTIVE_RULES.rule("objective")
+def credit_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a lowest weight of FIPO above the highest."""
+    if objective.credit != "future_kl" or objective.future_kl_min <= objective.future_kl_max:
+        return None
+    return Violation(
+        "objective.future_kl_min",
+        f"{objective.future_kl_min:g} is above future_kl_max {objective.future_kl_max:g}",
+        nearest=(objective.future_kl_max,),
+        remedy="or raise future_kl_max",
+        related=("objective.future_kl_max",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def credit_is_of_tokens(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse weights of tokens where a sequence has one term, whose gradient all tokens share."""
+    if objective.credit == "none" or objective.clip in _TERMS_OF_TOKENS:
+        return None
+    if objective.ratio not in (*_ONE_TERM_A_SEQUENCE, "turn_geo"):
+        return None
+    return Violation(
+        "objective.credit",
+        f"a {objective.ratio} ratio gives all tokens of a sequence one term: {objective.credit} "
+        "cannot weigh them apart",
+        nearest=("none",),
+        remedy="use sequence_token or token",
+        related=("objective.ratio",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
 def a_trust_region_has_a_bound(objective: ObjectiveConfig) -> Violation | None:
     """Refuse trust region masking that masks nothing."""
     if objective.off_policy_mask != "trm":

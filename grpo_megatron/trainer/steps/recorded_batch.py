@@ -56,6 +56,7 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
         spoilt=_without_loss(table),
         correct=_correct(config, table),
         dropped=_dropped(table, names),
+        staleness=_staleness(config, table),
     )
     truncated = torch.from_numpy(table.of_episodes(table.truncated))
     return batch.without_truncated(truncated, config.objective.overlong)
@@ -111,6 +112,16 @@ def _without_loss(table: SampleTable) -> torch.Tensor | None:
     if found is None:
         return None
     return torch.from_numpy(found)
+
+
+def _staleness(config: RunConfig, table: SampleTable) -> torch.Tensor | None:
+    """By how many weight versions each policy token is older than the step, int64 [n]; None where
+    nobody asks or nothing is older."""
+    if config.objective.proximal != "interpolated" or not table.manifest.stale:
+        return None
+    versions = [table.versions(row)[table.policy_places(row)] for row in range(len(table))]
+    ages = table.manifest.step - np.concatenate(versions).astype(np.int64)
+    return torch.from_numpy(ages.clip(min=0))
 
 
 def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | None:

@@ -71,6 +71,8 @@ class Training:
         """By epoch, of every micro-batch."""
         self.source = RouteSource(config, policy.replay, table)
         self.updates = self._plan()
+        self.is_untouched = True
+        """Whether the weights are still those from before the step."""
 
     @property
     def num_planned_updates(self) -> int:
@@ -156,8 +158,9 @@ class Training:
         """Old log-probs, unless the first loss pass has them; reference ones, if they weigh."""
         one_update = len(self.updates) == 1 and self.config.batch.epochs == 1
         on_policy = one_update and not self.table.manifest.stale
-        advantages_need_it = bool(self.needs & {"old_logprobs", "entropies", "squared_probs"})
-        if advantages_need_it or self.source.needs_old_pass or not on_policy:
+        columns_need_it = bool(self.needs & _OF_THE_OLD_PASS)
+        loss_needs_it = not on_policy and self.config.objective.proximal != "interpolated"
+        if columns_need_it or self.source.needs_old_pass or loss_needs_it:
             for update in self.updates:
                 self._old_pass(update)
         if self.objective.wants_reference:
@@ -194,6 +197,8 @@ class Training:
             columns["token_ids"] = torch.from_numpy(self.table.all_policy_ids()).long()
         if "old_logprobs" in self.needs:
             columns["old_logprobs"] = self._gathered(_old_untruncated)
+        if "sampled_logprobs" in self.needs:
+            columns["sampled_logprobs"] = self._gathered(_old_sampled)
         if "entropies" in self.needs:
             columns["entropies"] = self._gathered(_old_entropies)
         if "squared_probs" in self.needs:
@@ -245,17 +250,24 @@ class Training:
         no other one follows, so that the weights are read next."""
         routing = self.source.training_pass(update, constants)
         sampled_by_these_weights = not self.table.manifest.stale
+        # without a pass of the old policy, its log-probs are those of the first optimizer step
+        has_old_logprobs = self.is_untouched or update.microbatches[0].old_logprobs is not None
         loss = PolicyGradientLoss(
             self.config,
             self.objective,
             self.table,
             constants,
             replayed_masks=self._replayed_masks_of(epoch),
-            compare_engines=self.config.can_verify_from_samples and sampled_by_these_weights,
+            compare_engines=(
+                self.config.can_verify_from_samples
+                and sampled_by_these_weights
+                and has_old_logprobs
+            ),
         )
         stats = optimizer_step.compute_gradients(self.policy, update, loss, routing)
         self._require_agreement(stats)
         stats = optimizer_step.apply_gradients(self.policy, stats, gather=is_last)
+        self.is_untouched = False
         self.recorded_masks[epoch] += loss.recorded_masks()
         self.source.finish(routing, update)
         return stats
@@ -353,6 +365,8 @@ class Training:
         return metrics
 
 
+_OF_THE_OLD_PASS = {"old_logprobs", "sampled_logprobs", "entropies", "squared_probs"}
+"""Token columns that a pass of the old policy finds."""
 _EPOCH = "@epoch_"
 
 
@@ -380,6 +394,12 @@ def _old_untruncated(microbatch: MicroBatch) -> torch.Tensor:
     """The old policy's log-probs over the whole vocabulary; its pass was run."""
     assert microbatch.old_untruncated_logprobs is not None
     return microbatch.old_untruncated_logprobs
+
+
+def _old_sampled(microbatch: MicroBatch) -> torch.Tensor:
+    """The old policy's log-probs over what could be sampled; its pass was run."""
+    assert microbatch.old_logprobs is not None
+    return microbatch.old_logprobs
 
 
 def _old_entropies(microbatch: MicroBatch) -> torch.Tensor:
