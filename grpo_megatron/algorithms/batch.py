@@ -198,6 +198,13 @@ class SampleBatch:
         every_token = torch.arange(int(counts.sum()), device=counts.device)
         return every_token + starts.repeat_interleave(counts)
 
+    def trajectory_log_ratios(self) -> Tensor:
+        """`sum_t (log pi_old - log pi_engine)` of every sample, float64 [N], over what could be
+        sampled; tokens with an infinite log-prob count as equal."""
+        log_ratio = self.tokens["sampled_logprobs"].double()
+        log_ratio = log_ratio - self.tokens["rollout_logprobs"].double()
+        return self.sums(torch.where(torch.isfinite(log_ratio), log_ratio, 0.0))
+
     # --- parts of the batch
 
     def subset(self, rows: Tensor) -> SampleBatch:

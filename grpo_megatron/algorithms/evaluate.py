@@ -14,6 +14,7 @@ from grpo_megatron.algorithms.case import Case
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.ratios import calibrated_delta, log_ratio
 from grpo_megatron.algorithms.stats import Stats, derived
+from grpo_megatron.algorithms.step_size import effective_share, rate_factor
 from grpo_megatron.errors import DataError
 
 
@@ -91,6 +92,11 @@ def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
     for domain, distances in found.stats.kept_samples().items():
         metrics[f"opsm/calibrated_delta@{domain}"] = calibrated_delta(distances)
     metrics |= batch_metrics(objective, batch, found.advantages)
+    if objective.config.ess_scaling != "none":
+        rows = pipeline.select(objective, batch).nonzero()[:, 0]
+        share = effective_share(batch, rows)
+        metrics["optimizer/ess_fraction"] = share
+        metrics["optimizer/lr_factor"] = rate_factor(objective.config, share)
     advantages: list[Any] = found.advantages.values.tolist()
     if found.advantages.per_token:
         advantages = _ragged(found.advantages.values, case)

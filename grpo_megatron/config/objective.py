@@ -104,6 +104,7 @@ class ObjectiveConfig(Strict):
             "rloo",
             "opo",
             "otb",
+            "opob",
             "maxrl",
             "process",
             "components",
@@ -288,6 +289,15 @@ class ObjectiveConfig(Strict):
     """trm: largest mean divergence over a sample's tokens, in nats; null: no bound."""
     m2po_limit: float = Field(0.04, gt=0)
     """m2po: largest mean of `(log r)^2` over an optimizer step."""
+
+    ess_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """Takes the learning rate of an optimizer step times the square root of the share of its
+    samples that is effective (for Adam), or times that share (for SGD): `(sum w)^2 / (N sum w^2)`
+    with the trajectory ratios `w = pi_old / pi_engine` of its samples (VCPO, arXiv:2602.17616).
+    Costs a pass of the old policy."""
+    ess_reference: float = Field(1.0, gt=0, le=1)
+    """ess_scaling: the share on policy, above which the learning rate is not scaled; lower where
+    trainer and engine are apart on long episodes."""
 
     rollout_drift_weight: float = Field(0.0, ge=0)
     """Weight of `(log pi_theta - log pi_engine)^2` at every token: holds the policy to the one that

@@ -280,6 +280,68 @@ def test_both_sides_are_clipped_for_both_signs_and_the_distance_is_held():
     same(found["metrics"]["clip/low_fraction"], 1 / 5)
 
 
+# --- VCPO
+
+RIGHT_AND_WRONG = {
+    "rewards": [1.0, 0.0],
+    "logprobs": [[math.log(p) for p in row] for row in NOW],
+    "rollout_logprobs": [[math.log(p) for p in row] for row in THEN],
+    "squared_probs": [[0.2, 0.3, 0.4], [0.3, 0.5]],
+}
+"""Trajectory ratios 1.5 * 0.8 * 1.25 = 1.5 and 0.5 * 1.2 = 0.6; the old policy is the present."""
+
+
+def test_vcpos_baseline_weighs_rewards_by_ratios_and_gradients_squared():
+    norms = [
+        sum(1 - 2 * p + s for p, s in zip(now, squares, strict=True))
+        for now, squares in zip(NOW, RIGHT_AND_WRONG["squared_probs"], strict=True)
+    ]
+    weights = [1.5**2 * norms[0], 0.6**2 * norms[1]]
+    baseline = weights[0] / sum(weights)
+    plain = evaluated("vcpo", ["advantage_std=none"], **RIGHT_AND_WRONG)
+    same(plain["advantages"], [1 - baseline, -baseline])
+    found = evaluated("vcpo", **RIGHT_AND_WRONG)
+    deviation = math.sqrt(0.5) + 1e-6
+    same(found["advantages"], [(1 - baseline) / deviation, -baseline / deviation])
+    first, second = found["advantages"]
+    same(found["grad_logprobs"], [[-1.5 * first / 6] * 3, [-0.6 * second / 4] * 2])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [([1.0, 1.0], [0, 0]), ([None, 1.0], [0, 0]), ([None, None], [0, 0])]
+)
+def test_vcpos_baseline_of_equal_rewards_leaves_nothing(rewards, expected):
+    found = evaluated("vcpo", **{**RIGHT_AND_WRONG, "rewards": rewards})
+    same(found["advantages"], expected)
+    without_gradients = {**RIGHT_AND_WRONG, "logprobs": [[0.0] * 3, [0.0] * 2]}
+    without_gradients["squared_probs"] = [[1.0] * 3, [1.0] * 2]
+    plain = evaluated("vcpo", ["advantage_std=none"], **without_gradients)
+    same(plain["advantages"], [0.5, -0.5])  # nothing to weigh by: the mean
+
+
+def test_the_learning_rate_goes_by_the_effective_share_of_samples():
+    share = (1.5 + 0.6) ** 2 / (1.5**2 + 0.6**2) / 2
+    metrics = evaluated("vcpo", **RIGHT_AND_WRONG)["metrics"]
+    same(metrics["optimizer/ess_fraction"], share)
+    same(metrics["optimizer/lr_factor"], math.sqrt(share))
+    linear = ["ess_scaling=linear", "ess_reference=0.9"]
+    same(
+        evaluated("vcpo", linear, **RIGHT_AND_WRONG)["metrics"]["optimizer/lr_factor"], share / 0.9
+    )
+    relaxed = evaluated("vcpo", ["ess_reference=0.5"], **RIGHT_AND_WRONG)["metrics"]
+    assert relaxed["optimizer/lr_factor"] == 1
+    on_policy = {**RIGHT_AND_WRONG, "rollout_logprobs": RIGHT_AND_WRONG["logprobs"]}
+    assert evaluated("vcpo", **on_policy)["metrics"]["optimizer/ess_fraction"] == 1
+    assert "optimizer/lr_factor" not in evaluated("grpo", **RIGHT_AND_WRONG)["metrics"]
+
+
+def test_samples_that_cannot_be_compared_do_not_spoil_the_share():
+    impossible = {**RIGHT_AND_WRONG, "rollout_logprobs": [[-math.inf, 0, 0], [-700.0, -700.0]]}
+    impossible["logprobs"] = [[-1.0, 0.0, 0.0], [-1.0, -1.0]]
+    metrics = evaluated("vcpo", **impossible)["metrics"]
+    same(metrics["optimizer/ess_fraction"], 1 / 2)
+
+
 # --- what they have in common
 
 PRESETS = ("topr", "minpro", "trm", "drpo", "m2po", "a3po", "fipo", "kimi_k2_5")

@@ -222,12 +222,44 @@ def optimal_token_baseline(o: ObjectiveConfig, batch: SampleBatch, groups: Group
     return by_groups(replace(batch, rewards=counted), of_groups)
 
 
+@ESTIMATORS.register("opob")
+def off_policy_baseline(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_i = (R_i - b) / (std + eps)`, `b = sum_i W_i R_i / sum_i W_i` over the group, with
+    `W_i = w_i^2 sum_t (1 - 2 pi_t + sum_v pi_t(v)^2)`: the baseline of least variance of weighted
+    policy gradients (VCPO, arXiv:2602.17616, which measures the norm of each sample's gradient;
+    ours adds up those of its logits, as in otb).
+
+    w is the product of pi / pi_engine over the sample, pi the old policy. std none: 1; group: of
+    the group. Groups without spread and groups of one get exactly 0. [N]"""
+    has_signal = groups.valid & (groups.spread(batch.rewards) > ZERO_VARIANCE)
+    log_weights = 2 * batch.trajectory_log_ratios()
+    largest = groups.max(log_weights)
+    relative = torch.where(groups.valid, log_weights - largest, 0.0).exp()
+    weights = relative * batch.sums(_logit_gradients(batch)).double()
+    total = groups.sum(weights)
+    rewards = torch.where(groups.valid, batch.rewards, 0.0)
+    weighted = groups.sum(weights * rewards) / torch.where(total > 0, total, 1.0)
+    baseline = torch.where(total > 0, weighted, groups.mean(rewards))
+    values = torch.where(has_signal, rewards - baseline, 0.0)
+    if o.advantage_std == "none":
+        return values
+    return values / torch.where(
+        has_signal, groups.std(batch.rewards, o.std_kind) + o.advantage_eps, 1.0
+    )
+
+
+def _logit_gradients(part: SampleBatch) -> Tensor:
+    """`|e_y - pi|^2` of each token y under the old policy: its gradient by the logits, squared.
+    [n]"""
+    norms = 1 - 2 * part.tokens["old_logprobs"].exp() + part.tokens["squared_probs"]
+    return norms.clamp(min=0)  # rounding
+
+
 def _squared_score_norms(o: ObjectiveConfig, part: SampleBatch) -> Tensor:
     """`rho^2 |e_y - pi|^2` of each token y: its gradient by the logits, squared and weighed as the
     loss weighs it. [n]"""
     old_logprobs = part.tokens["old_logprobs"]
-    norms = 1 - 2 * old_logprobs.exp() + part.tokens["squared_probs"]
-    norms = norms.clamp(min=0)  # rounding
+    norms = _logit_gradients(part)
     if o.mismatch == "none":
         return norms
     rollout_logprobs = part.tokens["rollout_logprobs"]

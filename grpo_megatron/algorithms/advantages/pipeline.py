@@ -25,6 +25,7 @@ from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, Objectiv
 
 _NEEDS = {
     "otb": {"old_logprobs", "squared_probs"},
+    "opob": {"old_logprobs", "squared_probs", "sampled_logprobs", "rollout_logprobs"},
     "gtpo_entropy": {"entropies"},
     "grpo_s": {"entropies"},
     "eda": {"entropies"},
@@ -46,13 +47,14 @@ def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
 
 
 def loss_columns(o: ObjectiveConfig) -> frozenset[str]:
-    """Token columns by which the loss chooses tokens (`algorithms.token_selection`)."""
+    """Token columns by which the loss chooses tokens (`algorithms.token_selection`), and an
+    optimizer step its size (`algorithms.step_size`)."""
     needed = set()
     if o.top_entropy_share < 1:
         needed.add("entropies")
     if o.clip in ("clip_cov", "kl_cov"):
         needed.add("old_logprobs")
-    if o.off_policy_mask == "m2po":
+    if o.off_policy_mask == "m2po" or o.ess_scaling != "none":
         needed.update(("sampled_logprobs", "rollout_logprobs"))
     return frozenset(needed)
 

@@ -42,7 +42,7 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
         return True
     if o.advantage == "process" and steps_of(group) is None:
         return False
-    if o.advantage == "otb":
+    if o.advantage in ("otb", "opob"):
         group = _with_some_tokens(group)
     estimator = ESTIMATORS[o.advantage]
     for rewards in _possible_rewards(o, group):
@@ -56,12 +56,13 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
 
 
 def _with_some_tokens(group: SampleBatch) -> SampleBatch:
-    """The group with token columns of a fair coin: whether all advantages of `otb` are 0 depends on
-    rewards and lengths, not on them."""
+    """The group with token columns of a fair coin: whether all advantages of `otb` or `opob` are 0
+    depends on rewards and lengths, not on them."""
     half = torch.full((group.num_tokens,), 0.5, dtype=torch.float64)
     columns = {
         "old_logprobs": half.log(),
         "rollout_logprobs": half.log(),
+        "sampled_logprobs": half.log(),
         "squared_probs": half,
     }
     return replace(group, tokens=columns)

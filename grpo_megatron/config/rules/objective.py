@@ -23,7 +23,7 @@ _TERMS_OF_TOKENS = ("vespo", "topr")
 """Clips that take a sequence's ratio as a weight, and have a term of every token."""
 _GROUPS_OF_ONE = ("reward", "batch", "gagpo", "process")
 """Advantages that compare a sample with more than the rest of its group."""
-_DIVIDED_BY_GROUP = ("best_minus_second", "gigpo")
+_DIVIDED_BY_GROUP = ("best_minus_second", "gigpo", "opob")
 """Advantages that a deviation of the group may divide, and none of the batch."""
 _WITH_FLOOR = ("tis", "tis_sequence", "mis_sequence")
 

@@ -157,13 +157,14 @@ def updates_have_prompts(run: RunConfig) -> Violation | None:
 def token_baselines_know_the_whole_distribution(run: RunConfig) -> Violation | None:
     """Refuse truncated sampling where gradients are estimated from the whole vocabulary."""
     truncation = run.rollout.truncation
-    if run.kind != "rl" or run.objective.advantage != "otb" or not truncation:
+    advantage = run.objective.advantage
+    if run.kind != "rl" or advantage not in ("otb", "opob") or not truncation:
         return None
     untruncated = {"top_k": "null", "top_p": 1.0, "min_p": 0.0}
     name = next(iter(truncation))
     return Violation(
         f"rollout.{name}",
-        "advantage otb weighs tokens by probabilities of the whole vocabulary, and "
+        f"advantage {advantage} weighs by probabilities of the whole vocabulary, and "
         f"{name} = {truncation[name]:g} trains those of a part",
         nearest=(untruncated[name],),
         remedy='or set advantage = "opo"',

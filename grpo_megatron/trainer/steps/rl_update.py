@@ -23,6 +23,7 @@ from grpo_megatron.algorithms.advantages.pipeline import (
 from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
 from grpo_megatron.algorithms.batch import Advantages, LossConstants
 from grpo_megatron.algorithms.stats import Stats, derived
+from grpo_megatron.algorithms.step_size import effective_share, rate_factor
 from grpo_megatron.batching.drift_file import write_drift
 from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
 from grpo_megatron.config.run import RunConfig
@@ -119,6 +120,7 @@ class Training:
             total.add(drift_monitor.reference(self.references))
 
         rates = []
+        shares = []
         by_update: list[Stats] = []
         num_updates_here = self.config.batch.epochs * len(self.updates)
         for epoch in range(self.config.batch.epochs):
@@ -126,6 +128,10 @@ class Training:
             for update in self.updates:
                 number = first_update + len(by_update)
                 rate = self.config.optimizer.rate(number, num_updates)
+                if self.config.objective.ess_scaling != "none":
+                    share = effective_share(self.batch, update.samples)
+                    rate *= rate_factor(self.config.objective, share)
+                    shares.append(share)
                 self.policy.set_learning_rate(rate)
                 constants = self._constants(update, advantages)
                 is_last = len(by_update) + 1 == num_updates_here
@@ -141,7 +147,7 @@ class Training:
             self._write_drift(drift_monitor)
         losses, grad_norms = optimizer_step.losses_and_norms(by_update)
         return TrainReport(
-            metrics=self._metrics(total, advantages, rates),
+            metrics=self._metrics(total, advantages, rates, shares),
             normalisers=total.units,
             state=state_after(self.objective, self.batch),
             updates=len(by_update),
@@ -347,9 +353,10 @@ class Training:
         )
 
     def _metrics(
-        self, total: Stats, advantages: Advantages, rates: list[float]
+        self, total: Stats, advantages: Advantages, rates: list[float], shares: list[float]
     ) -> dict[str, float]:
-        """Metrics of the step by name. rates: learning rate of each optimizer step."""
+        """Metrics of the step by name. rates: learning rate of each optimizer step; shares: of its
+        samples that is effective, where the rate goes by it."""
         metrics = derived(total.result())
         skipped = self.num_planned_updates - len(self.updates)
         metrics["batch/skipped_updates"] = float(skipped)
@@ -362,6 +369,8 @@ class Training:
         metrics.update(self.source.metrics())
         if rates:
             metrics["optimizer/lr"] = float(np.mean(rates))
+        if shares:
+            metrics["optimizer/ess_fraction"] = float(np.mean(shares))
         return metrics
 
 
