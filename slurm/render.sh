@@ -2,12 +2,13 @@
 # Prints the batch script of a run: train.sbatch with a site's settings and a recipe's nodes.
 # `grpo-megatron submit` calls it.
 #
-#   render.sh SITE RUN_DIRECTORY NAME TRAINER_NODES ROLLOUT_NODES GPUS_PER_NODE [ARGUMENT…]
+#   render.sh SITE RUN_DIRECTORY NAME TRAINER_NODES ROLLOUT_NODES ENVIRONMENT_NODES GPUS_PER_NODE
+#             [ARGUMENT…]
 #
 # ARGUMENTs of the job's script: by default the run directory.
 set -euo pipefail
-site=$1 run=$2 name=$3 trainer_nodes=$4 rollout_nodes=$5 gpus=$6
-arguments=("${@:7}")
+site=$1 run=$2 name=$3 trainer_nodes=$4 rollout_nodes=$5 environment_nodes=$6 gpus=$7
+arguments=("${@:8}")
 ((${#arguments[@]})) || arguments=("$run")
 # shellcheck source=/dev/null
 source "$site" >&2  # what it prints is no part of the script
@@ -35,25 +36,37 @@ fi
 
 directives() { printf '#SBATCH %q\n' "$@"; }
 
-# component PARTITION NODES: of the job; all of it, or of a hetjob one of two
+# component PARTITION NODES [GPUS]: of the job; all of it, or one part of a hetjob
 component() {
     local flags
     read -ra flags <<<"${SBATCH_FLAGS:+${SBATCH_FLAGS//$'\n'/ }}"
     directives --job-name="$name" --partition="$1" --nodes="$2" --time="$limit" \
         ${ACCOUNT:+"--account=$ACCOUNT"} "${flags[@]}"
-    if ((gpus)); then directives --gpus-per-node="$gpus"; fi
+    if ((${3:-$gpus})); then directives --gpus-per-node="$gpus"; fi
 }
 
 echo '#!/usr/bin/env bash'
 sed -n '2,/^#$/{/^#$/!p}' "${BASH_SOURCE[0]%/*}/train.sbatch"
 directives --requeue --open-mode=append --signal="B:USR1@$notice" \
     --output="${run//%/%%}/logs/slurm-%j.out"
-if [[ ${ROLLOUT_PARTITION:-} ]] && ((rollout_nodes)); then
-    component "${PARTITION:?the partition to submit to}" "$trainer_nodes"
-    echo '#SBATCH hetjob'
-    component "$ROLLOUT_PARTITION" "$rollout_nodes"
+# Nodes without a partition of their own are the last ones of the part before them.
+first=$trainer_nodes second=0 third=0
+if [[ ${ROLLOUT_PARTITION:-} ]]; then second=$rollout_nodes; else ((first += rollout_nodes)); fi
+if [[ ${ENVIRONMENT_PARTITION:-} ]]; then
+    third=$environment_nodes
+elif ((second)); then
+    ((second += environment_nodes))
 else
-    component "${PARTITION:?the partition to submit to}" $((trainer_nodes + rollout_nodes))
+    ((first += environment_nodes))
+fi
+component "${PARTITION:?the partition to submit to}" "$first"
+if ((second)); then
+    echo '#SBATCH hetjob'
+    component "$ROLLOUT_PARTITION" "$second"
+fi
+if ((third)); then
+    echo '#SBATCH hetjob'
+    component "$ENVIRONMENT_PARTITION" "$third" 0
 fi
 
 # What the site's file sets or takes from the environment has the values that it has now; secrets

@@ -58,6 +58,10 @@ class EnvironmentConfig(EpisodeConfig):
     demonstration: tuple[str, ...] = ()
     """What a cold start trains the policy to say, turn by turn, while the environment replies; with
     the fields of `response_template`."""
+    servers: int = Field(0, ge=0)
+    """Servers of this environment, each with `processes`, as roles of the run: on
+    `placement.environment_nodes`, else beside the engines; 0: every rollout worker has processes of
+    its own."""
     observation_characters: int = Field(16384, ge=16)
     """Longest message of the environment; of a longer one the middle is left out."""
 

@@ -124,6 +124,13 @@ class DomainConfig(Strict):
         return "environment"
 
     @property
+    def num_environment_servers(self) -> int:
+        """Servers of the domain's environment, as roles of the run."""
+        if self.environment is None:
+            return 0
+        return self.environment.servers
+
+    @property
     def hosted(self) -> EnvironmentConfig | None:
         """What runs in processes of environments; None: nothing."""
         if self.agent is not None:
@@ -311,8 +318,8 @@ class RolloutConfig(Strict):
     """Times a request is tried, each time on another live server where there is one."""
     max_restarts: int = Field(3, ge=0)
     """Times that a server that died or hung is started again, each time after twice the pause, and
-    so is a rollout worker; 0: the others go on without it. Engines that share GPUs with the trainer
-    are not started again."""
+    so are a rollout worker and a server of an environment; 0: the others go on without it. Engines
+    that share GPUs with the trainer are not started again."""
     engine_arguments: tuple[str, ...] = ()
     """More `vllm serve` arguments, passed through."""
 
@@ -394,6 +401,9 @@ class PlacementConfig(Strict):
     rollout_nodes: int = Field(0, ge=0)
     """Nodes that generate; 0: engines run on the trainer's nodes (separate: on the GPUs that the
     trainer leaves free)."""
+    environment_nodes: int = Field(0, ge=0)
+    """Nodes with nothing but servers of environments (`environment.servers`), which need no GPU; 0:
+    these servers run on nodes that generate."""
     gpus_per_node: int = Field(0, ge=0)
     """GPUs a node; 0: CPU."""
     shared_servers: tuple[str, ...] = ()
@@ -407,8 +417,13 @@ class PlacementConfig(Strict):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the job, of trainer and engines."""
-        return self.trainer_nodes + self.rollout_nodes
+        """Nodes of the job, of trainer, engines and servers of environments."""
+        return self.trainer_nodes + self.rollout_nodes + self.environment_nodes
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes that train or generate."""
+        return (self.trainer_nodes + self.rollout_nodes) * self.gpus_per_node
 
 
 class ColdStartConfig(Strict):
@@ -615,6 +630,14 @@ class RunConfig(Strict):
     def _groups_stay_on_one_engine(self) -> bool:
         """Whether all samples of a prompt are one request."""
         return not self.rollout.deterministic and self.allocation is None
+
+    @property
+    def environment_servers(self) -> tuple[str, ...]:
+        """The domain of every server of an environment, by the server's number."""
+        found: list[str] = []
+        for domain in self.domains:
+            found += [domain.name] * domain.num_environment_servers
+        return tuple(found)
 
     @property
     def domains_with_episodes(self) -> tuple[str, ...]:

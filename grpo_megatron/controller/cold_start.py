@@ -101,7 +101,10 @@ class ColdStart:
         Raises TrainerError where `max_steps` do not suffice, DataError where a demonstrated episode
         is no success."""
         log = self._run_dir.logs / "demonstrations.log"
-        async with EnvironmentHost(self._config.domains, log_path=log) as host:
+        environments = EnvironmentHost(
+            self._config.domains, log_path=log, endpoints=self._run_dir.endpoints
+        )
+        async with environments as host:
             model = self._config.model.path or self._run_dir.model
             demonstrations = Demonstrations(self._config, self._tokenizer, model, host.environment)
             return await self._run(demonstrations)

@@ -6,15 +6,15 @@
         step = await environment.step(reply)        # Unscorable where the environment fails
         await environment.close()                   # never raises
 
-A domain has `processes` processes of its own; an episode is in the one with the fewest. Episodes
-that wait are entries of a table: no thread, no task on either side."""
+A domain has `processes` processes of its own, here or behind servers of the run (`served.py`); an
+episode is in the one with the fewest. Episodes that wait are entries of a table: no thread, no task
+on either side."""
 
 import asyncio
 import contextlib
 import itertools
 import os
 import signal
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -25,8 +25,15 @@ from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.environments.environment_worker import GRACE_S
+from grpo_megatron.environments.failures import Failures
 from grpo_megatron.environments.protocol import Observation, Reply, Step, Unscorable
 from grpo_megatron.environments.registry import BoundEnvironment, bind
+from grpo_megatron.environments.served import (
+    SERVER_LOGS,
+    EnvironmentServers,
+    ServedEnvironment,
+    server_role,
+)
 from grpo_megatron.environments.wire import (
     ANSWERS,
     LONGEST_LINE,
@@ -48,68 +55,12 @@ from grpo_megatron.errors import EpisodeError
 from grpo_megatron.orphans import start_worker
 from grpo_megatron.types import Problem
 
-MAX_ENDS = 32
-"""Processes that an environment may cost without an episode that ends well in between."""
-MAX_SPOILT = 256
-"""Episodes that it may spoil, each by itself, without one that ends well in between."""
 _WORKER = "grpo_megatron.environments.environment_worker"
 _STARTUP_S = 120.0
 _CLOSE_S = 2.0
 _TICK_S = 0.25
 
 _Wanted = TypeVar("_Wanted", Observed, Stepped, Closed)
-
-
-class Failures:
-    """How the episodes of a domain end, to stop a run whose environment never works."""
-
-    def __init__(self, domain: str, name: str, log_path: Path):
-        """name: as messages have it, `environment calculator`."""
-        self._domain = domain
-        self._name = name
-        self._log_path = log_path
-        self._counts: Counter[str] = Counter()
-        self._in_a_row: Counter[str] = Counter()
-        self._last = ""
-
-    def finished(self) -> None:
-        """An episode has ended well."""
-        self._counts["episodes"] += 1
-        self._in_a_row.clear()
-
-    def add(self, kind: str, reason: str) -> None:
-        """Count a process that ended ("ends") or an episode spoilt by itself ("spoilt")."""
-        self._counts[kind] += 1
-        self._in_a_row[kind] += 1
-        self._last = reason
-
-    def add_lost(self) -> None:
-        """Count an episode that was lost with its process."""
-        self._counts["lost"] += 1
-
-    def check(self) -> None:
-        """EpisodeError where nothing but failures came, too often."""
-        for kind, most in (("ends", MAX_ENDS), ("spoilt", MAX_SPOILT)):
-            number = self._in_a_row[kind]
-            if number < most:
-                continue
-            what = f"spoilt {number} episodes"
-            if kind == "ends":
-                what = f"cost {number} processes"
-            raise EpisodeError(
-                f"{self._name} {what} without one that ended well in between; the last: "
-                f"{self._last}",
-                where=f"[[domains]] {self._domain}; messages in {self._log_path}",
-                remedy="correct it, or raise its time limit (step_s, of an agent episode_s) or "
-                "memory_mib",
-            )
-
-    def take_metrics(self) -> dict[str, float]:
-        """Counts since the last call."""
-        metrics = {}
-        for kind in ("episodes", "spoilt", "lost", "ends"):
-            metrics[f"environment/{self._domain}/{kind}"] = float(self._counts.pop(kind, 0))
-        return metrics
 
 
 class EnvironmentProcess:
@@ -334,10 +285,7 @@ class HostedEnvironment:
         assert self._process is not None, "reset comes first"
         request = Act(self._process.next_request(), self._episode, reply)
         step = (await self._ask(request, Stepped)).step.step
-        if step.spoilt:
-            self._process.failures.add("spoilt", "the environment says that the episode is spoilt")
-        elif step.done:
-            self._process.failures.finished()
+        self._process.failures.tell(step)
         return step
 
     async def close(self) -> None:
@@ -369,16 +317,36 @@ class EnvironmentHost:
     """The processes of all domains that have an environment, or an agent that is a function; use as
     `async with`.
 
-    What environments print goes to `log_path`. EpisodeError where one cannot be found, made or
-    started."""
+    What environments print goes to `log_path`. endpoints: where the run's servers of environments
+    say where they are; without, an environment with servers has processes here, too. EpisodeError
+    where one cannot be found, made or started."""
 
-    def __init__(self, domains: Sequence[DomainConfig], *, log_path: Path = Path(os.devnull)):
+    def __init__(
+        self,
+        domains: Sequence[DomainConfig],
+        *,
+        log_path: Path = Path(os.devnull),
+        endpoints: Path | None = None,
+    ):
         self._processes: dict[str, list[EnvironmentProcess]] = {}
+        self._servers: dict[str, EnvironmentServers] = {}
         self._failures: list[Failures] = []
         self._episodes = itertools.count()
+        num_servers = 0
         for domain in domains:
             config = domain.hosted
             if config is None:
+                continue
+            if endpoints is not None and config.servers:
+                roles = range(num_servers, num_servers + config.servers)
+                num_servers += config.servers
+                failures = Failures(domain.name, f"environment {config.name}", SERVER_LOGS)
+                self._failures.append(failures)
+                self._servers[domain.name] = EnvironmentServers(
+                    [endpoints / f"{server_role(number)}.json" for number in roles],
+                    config.step_s,
+                    failures,
+                )
                 continue
             try:
                 bound = bind(config.name, config.arguments)
@@ -411,10 +379,12 @@ class EnvironmentHost:
         """Of all domains."""
         return [process for of_domain in self._processes.values() for process in of_domain]
 
-    def environment(self, domain: str) -> HostedEnvironment:
+    def environment(self, domain: str) -> HostedEnvironment | ServedEnvironment:
         """An environment for one episode of a domain. KeyError for one that has none."""
+        if domain in self._servers:
+            return ServedEnvironment(self._servers[domain])
         if domain not in self._processes:
-            known = did_you_mean(domain, self._processes)
+            known = did_you_mean(domain, [*self._processes, *self._servers])
             raise KeyError(f"domain {domain!r} has no environment; {known}")
         return HostedEnvironment(self._processes[domain], next(self._episodes))
 

@@ -72,6 +72,10 @@ def _check(*, url: str | None = None, endpoint: str | None = None, **_: object) 
         raise EpisodeError(f"url = {url!r}", remedy="a URL begins with http:// or https://")
 
 
+class ServerLost(Unscorable):
+    """The server is not there, or did not answer in time."""
+
+
 @traits(check=_check, network=True)
 class RemoteEnvironment:
     """An episode on a server: at `url`, or where the `endpoint` file says, with its token.
@@ -123,7 +127,7 @@ class RemoteEnvironment:
                     raise Unscorable(_refusal(where, response.status, content))
                 return msgspec.json.decode(content, type=kind)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Unscorable(f"{where}: {error or 'it did not answer in time'}") from error
+            raise ServerLost(f"{where}: {error or 'it did not answer in time'}") from error
         except msgspec.MsgspecError as error:
             raise Unscorable(f"{where} answered something else: {error}") from error
         except UnicodeDecodeError as error:

@@ -27,8 +27,8 @@ from aiohttp import web
 
 from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.run import DomainConfig
-from grpo_megatron.environments.host import EnvironmentHost, HostedEnvironment
-from grpo_megatron.environments.protocol import Unscorable
+from grpo_megatron.environments.host import EnvironmentHost
+from grpo_megatron.environments.protocol import Environment, Unscorable
 from grpo_megatron.environments.remote import CloseRequest, ResetRequest, StepRequest
 from grpo_megatron.environments.wire import ENCODER, LONGEST_LINE, PackedObservation, PackedStep
 from grpo_megatron.errors import EpisodeError, GrpoMegatronError
@@ -43,7 +43,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True)
 class _Episode:
-    environment: HostedEnvironment
+    environment: Environment
     used: float = field(default_factory=time.monotonic)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -16,6 +16,7 @@ CONTROLLER = "grpo_megatron.controller.main"
 REPLICA = "grpo_megatron.rollout.replica"
 REWARD_HOST = "grpo_megatron.rewards.reward_host"
 WORKER = "grpo_megatron.rollout.worker_service"
+ENVIRONMENT_SERVER = "grpo_megatron.environments.server"
 # glibc keeps what a rank frees: giving it back cost a small model 5000 page faults a step
 _KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -66,6 +67,10 @@ class LocalProcesses:
             name = f"reward-host-{index}"
             hosts.append(self._child(name, REWARD_HOST, str(index), env=ONE_THREAD))
         return hosts
+
+    def environment_server(self, number: int) -> ChildProcess:
+        """One of `RunConfig.environment_servers`."""
+        return self._child(f"environment-{number}", ENVIRONMENT_SERVER, str(number), env=ONE_THREAD)
 
     def controller(self) -> ChildProcess:
         """Its standard output carries display messages, see `controller.display`."""

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from grpo_megatron import assets
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
@@ -22,6 +23,7 @@ from grpo_megatron.telemetry.metrics import read_metrics
 _SETTINGS = (
     "PARTITION",
     "ROLLOUT_PARTITION",
+    "ENVIRONMENT_PARTITION",
     "ACCOUNT",
     "TIME_LIMIT",
     "NOTICE_S",
@@ -42,18 +44,30 @@ _ACTIVE_STATES = (
 )
 
 
+class JobSizes(NamedTuple):
+    """Nodes of a job."""
+
+    trainer_nodes: int = 1
+    rollout_nodes: int = 0
+    environment_nodes: int = 0
+    gpus_per_node: int = 0
+
+
 def render(resolved: ResolvedConfig, site: str) -> str:
     """Return the batch script of a run, as `render_job`."""
     placement = resolved.config.placement
-    sizes = (placement.trainer_nodes, placement.rollout_nodes, placement.gpus_per_node)
+    sizes = JobSizes(
+        placement.trainer_nodes,
+        placement.rollout_nodes,
+        placement.environment_nodes,
+        placement.gpus_per_node,
+    )
     return render_job(resolved.run_path, site, sizes)
 
 
-def render_job(
-    directory: Path, site: str, sizes: tuple[int, int, int], arguments: Sequence[str] = ()
-) -> str:
-    """Return the batch script of a job in `directory`, see `slurm/render.sh`. sizes: nodes that
-    train, nodes that generate, GPUs a node; arguments: of the command, if it is not `train`.
+def render_job(directory: Path, site: str, sizes: JobSizes, arguments: Sequence[str] = ()) -> str:
+    """Return the batch script of a job in `directory`, see `slurm/render.sh`. arguments: of the
+    command, if it is not `train`.
 
     Raises ConfigError: `site`, a file or a shipped one's name, is no good."""
     path = _site_file(site)

@@ -1,13 +1,15 @@
 """The programs of a run as steps of the Slurm job in which this process runs.
 
-    nodes   t0 t1 … | r0 r1 …      placement.trainer_nodes | placement.rollout_nodes
-    steps   trainer (all ranks)    rollout-0, rollout-1, … (one server each)
-            controller on t0       worker-0, worker-1, … (beside their servers), reward-host-0, …
+    nodes   t0 t1 … | r0 r1 … | e0 …  placement.trainer_nodes | rollout_nodes | environment_nodes
+    steps   trainer (all ranks)       rollout-0, rollout-1, … (one server each)
+            controller on t0          worker-0, worker-1, … (beside their servers), reward-host-0, …
+                                      environment-0, … (on e0 …, else on r0 …)
 
-One allocation is split in this order; of a heterogeneous job the first part trains. Steps share
+One allocation is split in this order, as are the parts of a heterogeneous job. Steps share
 their nodes' resources (`--overlap`), so every role says itself which GPUs are its own."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -26,6 +28,7 @@ from grpo_megatron.launch.look import Look
 from grpo_megatron.launch.processes import ChildProcess, End, stop_all
 from grpo_megatron.launch.roles import (
     CONTROLLER,
+    ENVIRONMENT_SERVER,
     ONE_THREAD,
     QUIET,
     REPLICA,
@@ -79,8 +82,9 @@ class SlurmSteps:
         if len(self.nodes) != wanted:
             raise SetupError(
                 f"the job has {len(self.nodes)} nodes, the recipe is for "
-                f"{self.placement.trainer_nodes} that train and "
-                f"{self.placement.rollout_nodes} that generate",
+                f"{self.placement.trainer_nodes} that train, "
+                f"{self.placement.rollout_nodes} that generate and "
+                f"{self.placement.environment_nodes} that serve environments",
                 where="placement",
                 remedy=f"sbatch --nodes={wanted}",
             )
@@ -182,9 +186,30 @@ class SlurmSteps:
             )
         return steps
 
+    def environment_server(self, number: int) -> ChildProcess:
+        """A step; servers are spread over the nodes that are theirs, or else over those that
+        generate."""
+        nodes = self._environment_nodes() or self._rollout_nodes()
+        count = len(self.config.environment_servers)
+        name = f"environment-{number}"
+        return self._step(
+            name,
+            ENVIRONMENT_SERVER,
+            str(number),
+            nodes=[nodes[number * len(nodes) // count]],
+            log=f"{name}.log",
+            env=ONE_THREAD,
+        )
+
     def _rollout_nodes(self) -> list[str]:
         """Nodes that generate; those that train where there are no others."""
-        return self.nodes[self.placement.trainer_nodes :] or self.nodes
+        first = self.placement.trainer_nodes
+        end = first + self.placement.rollout_nodes
+        return self.nodes[first:end] or self.nodes[:first]
+
+    def _environment_nodes(self) -> list[str]:
+        """Nodes with nothing but servers of environments."""
+        return self.nodes[self.placement.trainer_nodes + self.placement.rollout_nodes :]
 
     def _nodes_of_replica(self, index: int) -> list[str]:
         """Where a server runs, the first node answers."""
@@ -302,6 +327,12 @@ class SlurmSteps:
         env = QUIET | {NODES_VARIABLE: " ".join(self.nodes)} | (env or {})
         return Step(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
 
+    def _component_of(self, node: str) -> int:
+        for number, nodes in enumerate(self.components):
+            if node in nodes:
+                return number
+        raise AssertionError(f"{node} is no node of the job")
+
     def _srun(self, nodes: Sequence[str], tasks_per_node: int, *flags: str) -> list[str]:
         argv = [
             "srun",
@@ -315,10 +346,11 @@ class SlurmSteps:
             "--kill-on-bad-exit=1",
             *flags,
         ]
-        if self.placement.gpus_per_node:
+        needs_no_gpu = set(nodes) <= set(self._environment_nodes())
+        if self.placement.gpus_per_node and not needs_no_gpu:
             argv.append(f"--gpus-per-node={self.placement.gpus_per_node}")
         if len(self.components) > 1:
-            argv.append(f"--het-group={int(nodes[0] not in self.components[0])}")
+            argv.append(f"--het-group={self._component_of(nodes[0])}")
         return [
             *argv,
             *shlex.split(os.environ.get("GRPO_MEGATRON_SRUN_FLAGS", "")),
@@ -327,13 +359,16 @@ class SlurmSteps:
 
 
 def _components() -> list[list[str]]:
-    """Nodes of the job; of a heterogeneous one those of each of its first two parts."""
-    parts = []
-    for suffix in ("_HET_GROUP_0", "_HET_GROUP_1", ""):
-        compressed = os.environ.get(f"SLURM_JOB_NODELIST{suffix}")
-        if compressed is not None:
-            parts.append(_nodes(compressed))
-    return parts[:2]
+    """Nodes of the job; of a heterogeneous one those of each of its parts."""
+    parts: list[list[str]] = []
+    for number in itertools.count():
+        compressed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}")
+        if compressed is None:
+            break
+        parts.append(_nodes(compressed))
+    if not parts:
+        parts.append(_nodes(os.environ["SLURM_JOB_NODELIST"]))
+    return parts
 
 
 def _nodes(compressed: str) -> list[str]:

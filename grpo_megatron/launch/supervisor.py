@@ -1,16 +1,17 @@
 """Start the roles of a run, watch them, end them together.
 
-A finished controller ends the run. A dead rollout server or rollout worker is started again, up to
-`rollout.max_restarts` times. A dead trainer rank, a dead controller, the last dead rollout server,
-rollout worker or reward host that is not started again end the run with an error that shows the
-dead one's last lines."""
+A finished controller ends the run. A dead rollout server, rollout worker or environment server is
+started again, up to `rollout.max_restarts` times. A dead trainer rank, a dead controller, the last
+dead rollout server, rollout worker, reward host or server of a domain's environment that is not
+started again end the run with an error that shows the dead one's last lines."""
 
 import contextlib
 import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron import errors
@@ -22,6 +23,14 @@ from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.watcher import Watcher
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.screen import make_screen
+
+
+@dataclass(frozen=True, slots=True)
+class _EnvironmentServers:
+    """The servers of one domain's environment, numbered from `first`."""
+
+    first: int
+    children: list[ChildProcess]
 
 
 class Supervisor:
@@ -37,6 +46,8 @@ class Supervisor:
         self._buffer = b""
         self._reported_dead: set[str] = set()
         self._restarts = Restarts(self.config.engine_restarts)
+        # these need no GPU that the trainer may have filled
+        self._environment_restarts = Restarts(self.config.rollout.max_restarts)
         self.watcher: Watcher | None = None
         self._child_of: dict[str, ChildProcess] = {}  # by role
         self._told_hangs: dict[str, str] = {}
@@ -50,12 +61,14 @@ class Supervisor:
         self.replicas = self.roles.replicas()
         self.workers = self.roles.workers()
         self.reward_hosts = self.roles.reward_hosts()
+        self.environments = self._environment_servers()
         self.trainers = self.roles.trainers()
         self.controller = self.roles.controller()
         self.children = [
             *self.replicas,
             *self.workers,
             *self.reward_hosts,
+            *self._all_environments(),
             *self.trainers,
             self.controller,
         ]
@@ -82,6 +95,17 @@ class Supervisor:
             print(self._words["result"], flush=True)
         return code
 
+    def _environment_servers(self) -> dict[str, _EnvironmentServers]:
+        """Those of every domain that has some."""
+        found: dict[str, _EnvironmentServers] = {}
+        for number, domain in enumerate(self.config.environment_servers):
+            servers = found.setdefault(domain, _EnvironmentServers(number, []))
+            servers.children.append(self.roles.environment_server(number))
+        return found
+
+    def _all_environments(self) -> list[ChildProcess]:
+        return [child for servers in self.environments.values() for child in servers.children]
+
     def _prepare_model(self) -> None:
         """Config and tokenizer must be there when the engines start; weights come later."""
         if self.config.model.path is None and not (self.run_dir.model / "config.json").exists():
@@ -105,6 +129,7 @@ class Supervisor:
             self._check_replicas()
             self._check_workers()
             self._check_reward_hosts()
+            self._check_environments()
             self._start_again()
             self._check_hangs()
 
@@ -114,7 +139,8 @@ class Supervisor:
         for trainer in self.trainers:
             if trainer.exit_code != 0:  # 0: told to stop
                 watched.append(trainer)
-        for child in (*self.replicas, *self.workers, *self.reward_hosts):
+        spares = (*self.replicas, *self.workers, *self.reward_hosts, *self._all_environments())
+        for child in spares:
             if child.name not in self._reported_dead:
                 watched.append(child)
         return watched
@@ -124,10 +150,12 @@ class Supervisor:
         if code in (0, errors.INTERRUPTED_EXIT_CODE):
             return code
         self._restarts.most = 0  # the run ends
+        self._environment_restarts.most = 0
         self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
         self._check_workers()
         self._check_reward_hosts()
+        self._check_environments()
         end = self.controller.end()
         where = str(end.log)
         if self._words["failure"]:
@@ -155,6 +183,11 @@ class Supervisor:
     def _check_reward_hosts(self) -> None:
         self._check_spares(self.reward_hosts, "reward host", errors.RewardError)
 
+    def _check_environments(self) -> None:
+        for domain, servers in self.environments.items():
+            role = f"environment server of domain {domain}"
+            self._check_spares(servers.children, role, errors.EpisodeError)
+
     def _check_spares(
         self,
         children: Sequence[ChildProcess],
@@ -170,19 +203,20 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)  # what the dead one had started
             end = self._died(child)
             told = f"{end.name} died with exit code {end.exit_code}; see {end.log}"
+            restarts = self._restarts_of(child)
             pause_s = None
-            if child in (*self.replicas, *self.workers):
-                pause_s = self._restarts.plan(child.name)
+            if child not in self.reward_hosts:
+                pause_s = restarts.plan(child.name)
             if pause_s is None:
                 (self.run_dir.endpoints / f"{child.name}.dead").touch()
             else:
                 self._forget_addresses(child.name)
-                number = f"{self._restarts.counts[child.name]} of {self._restarts.most}"
+                number = f"{restarts.counts[child.name]} of {restarts.most}"
                 told += f"; it is started again in {pause_s:.0f} s ({number})"
             is_nobody_left = all(other.name in self._reported_dead for other in children)
-            if is_nobody_left and not self._restarts.are_planned(children):
+            if is_nobody_left and not restarts.are_planned(children):
                 raise last(
-                    f"the last {role} died{self._after_restarts(child.name)}: {end}",
+                    f"the last {role} died{self._after_restarts(child)}: {end}",
                     where=str(end.log),
                     remedy=self.remedy,
                 )
@@ -190,9 +224,15 @@ class Supervisor:
                 told += f"; no {role} is left, the run waits for it"
             self.screen.message(told)
 
-    def _after_restarts(self, name: str) -> str:
+    def _restarts_of(self, child: ChildProcess) -> Restarts:
+        """The restarts among which those of a process count."""
+        if child in self._all_environments():
+            return self._environment_restarts
+        return self._restarts
+
+    def _after_restarts(self, child: ChildProcess) -> str:
         """Of a process that died, how often it had been started again; empty: never."""
-        count = self._restarts.counts[name]
+        count = self._restarts_of(child).counts[child.name]
         if not count:
             return ""
         return f" after {count} restarts (rollout.max_restarts)"
@@ -207,27 +247,36 @@ class Supervisor:
 
     def _start_again(self) -> None:
         """Start servers and workers whose pause is over."""
-        for children, make in (
-            (self.replicas, self.roles.replica),
-            (self.workers, self.roles.worker),
-        ):
-            for index, ended in enumerate(children):
-                if not self._restarts.take_due(ended.name):
-                    continue
-                stop_all([ended], grace_s=0.0)
-                child = make(index)
-                child.start()
-                children[index] = child
-                self.children[self.children.index(ended)] = child
-                self._reported_dead.discard(child.name)
-                append_event(
-                    self.run_dir.events,
-                    "restarted",
-                    role=child.name,
-                    pid=child.started.pid,
-                    number=self._restarts.counts[child.name],
-                )
-                self._watch_child(child)
+        self._start_due(self.replicas, self.roles.replica)
+        self._start_due(self.workers, self.roles.worker)
+        for servers in self.environments.values():
+            self._start_due(servers.children, self.roles.environment_server, servers.first)
+
+    def _start_due(
+        self,
+        children: list[ChildProcess],
+        make: Callable[[int], ChildProcess],
+        first: int = 0,
+    ) -> None:
+        """Start those of `children` whose pause is over; they are made by number, from `first`."""
+        for index, ended in enumerate(children):
+            restarts = self._restarts_of(ended)
+            if not restarts.take_due(ended.name):
+                continue
+            stop_all([ended], grace_s=0.0)
+            child = make(first + index)
+            child.start()
+            children[index] = child
+            self.children[self.children.index(ended)] = child
+            self._reported_dead.discard(child.name)
+            append_event(
+                self.run_dir.events,
+                "restarted",
+                role=child.name,
+                pid=child.started.pid,
+                number=restarts.counts[child.name],
+            )
+            self._watch_child(child)
 
     def _watch_child(self, child: ChildProcess) -> None:
         for role, pid in self.roles.pids(child).items():
@@ -276,7 +325,8 @@ class Supervisor:
                 raise self._hung_too_long(role, seconds)
             return
         # a worker that is only slow waits for engines, which have time-outs of their own
-        waits = self.watcher.cause_of(role) == "stuck" and child not in self.replicas
+        serves = child in (*self.replicas, *self._all_environments())
+        waits = self.watcher.cause_of(role) == "stuck" and not serves
         if waits or not 0 < settings.replace_after_s <= seconds:
             return
         self.screen.message(f"{role} is ended: it was named {seconds:.0f} s ago and still hangs")

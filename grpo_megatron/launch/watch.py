@@ -32,6 +32,10 @@ def expected_s(config: RunConfig, role: str, phase: str) -> float:
         if phase == SERVING:
             return SHORTEST_LIMIT_S
         return rollout.startup_timeout_s
+    if role.startswith("environment"):
+        if phase == SERVING:
+            return SHORTEST_LIMIT_S
+        return rollout.startup_timeout_s
     if role.startswith("worker"):
         return max(rollout.startup_timeout_s, requests_s)
     return max(config.trainer.command_timeout_s, rollout.startup_timeout_s, requests_s)

@@ -333,6 +333,7 @@ def _layout(config: RunConfig, changes: _Changes) -> None:
     machine = "this machine"
     changes.set("placement.trainer_nodes", 1, machine)
     changes.set("placement.rollout_nodes", 0, machine)
+    changes.set("placement.environment_nodes", 0, machine)
     changes.set("placement.gpus_per_node", 0, machine)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from grpo_megatron import progress
 from grpo_megatron.config.environment import AgentConfig
 from grpo_megatron.environments.agent_function import ClientSettings, packed, reward_of
-from grpo_megatron.environments.host import Failures
+from grpo_megatron.environments.failures import Failures
 from grpo_megatron.environments.protocol import Environment, Reply, Unscorable
 from grpo_megatron.rollout.agent_command import run_command
 from grpo_megatron.rollout.chat_protocol import MODEL

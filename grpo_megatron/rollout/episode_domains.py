@@ -10,7 +10,7 @@ from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.data.turn_proof import prove
 from grpo_megatron.data.turn_tokens import TurnTokens
-from grpo_megatron.environments.host import Failures
+from grpo_megatron.environments.failures import Failures
 from grpo_megatron.environments.protocol import Environment, ToolSchema
 from grpo_megatron.rollout.agent_domains import (
     AgentDomain,

@@ -224,7 +224,8 @@ def main(run_path: str, attempt: str, index: int) -> None:
     async def work() -> None:
         log = run_dir.logs / f"environments-{index}.log"
         address = own_address()
-        async with EnvironmentHost(config.domains, log_path=log) as host, Door(address) as door:
+        environments = EnvironmentHost(config.domains, log_path=log, endpoints=run_dir.endpoints)
+        async with environments as host, Door(address) as door:
             played = episode_domains(config, tokenizer, model, host.environment)
             driven = agent_domains(
                 config, tokenizer, model, host.environment, door, run_dir.logs / f"{name}.log"

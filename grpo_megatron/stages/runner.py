@@ -130,7 +130,9 @@ def submit_graph(
     jobs: dict[str, str] = {}
     stopped: set[str] = set()
     """Stages with a closed gate, and what builds on them."""
-    slurm.render_job(graph.root, site, (1, 0, 0))  # a wrong site must not cost earlier results
+    slurm.render_job(
+        graph.root, site, slurm.JobSizes()
+    )  # a wrong site must not cost earlier results
     if check_rewards:
         _refuse_unbound_rewards(graph, records)
     with run_lock(records.directory):
@@ -191,7 +193,7 @@ def _submit(graph: Graph, records: Records, name: str, site: str, after: list[st
         return slurm.submit(graph.resolve(name), site, after)
     else:
         merge = ["stages", "run", str(graph.file.path.resolve()), "--only", name]
-        script = slurm.render_job(run_dir.root, site, (1, 0, 0), merge)
+        script = slurm.render_job(run_dir.root, site, slurm.JobSizes(), merge)
     for folder in (run_dir.slurm, run_dir.logs):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir.slurm / "train.sbatch", script)

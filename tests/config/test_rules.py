@@ -120,6 +120,7 @@ BROKEN = [
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
     ("validation_prompts", ["data.num_validation=0", "cold_start=null", "evaluation.interval=5"]),
+    ("environment_nodes", ["placement.environment_nodes=1"]),
     ("placement", ["placement.trainer_nodes=3"]),
     ("placement", ["placement.gpus_per_node=1", "placement.rollout_nodes=1"]),
     ("placement", ["placement.gpus_per_node=2"]),

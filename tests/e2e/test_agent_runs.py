@@ -91,13 +91,22 @@ def test_every_policy_token_of_whole_conversations(agent_run, models):
 
 
 def test_the_trainer_computes_what_the_engine_did(tmp_path):
-    """On policy, with the experts of every turn and of what came between them."""
-    done = runs.command("train", DEMO, f"runs_dir={tmp_path}", *SMALL, *REPLAYED, "num_steps=2")
+    """On policy, with the experts of every turn and of what came between them; episodes are played
+    on servers of the run."""
+    settings = (*SMALL, *REPLAYED, "num_steps=2", "domains.0.environment.servers=2")
+    done = runs.command("train", DEMO, f"runs_dir={tmp_path}", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    records = runs.metrics(tmp_path / "agent-calculator")
+    run = tmp_path / "agent-calculator"
+    records = runs.metrics(run)
     assert len(records) == 2
+    started = {event["role"] for event in runs.events(run, "started")}
+    assert {"environment-0", "environment-1"} <= started
+    assert runs.no_survivors(run)
     for record in records:
         assert record["mismatch/k3"] < 1e-6
         assert record["routing/unusable_fraction"] == 0
         assert record["response/turns_mean"] >= 1
         assert record["response/environment_tokens_mean"] > 0
+        assert record["environment/products/episodes"] > 0
+        assert record["environment/products/lost"] == 0
+        assert 0 < record["prefix_cache/continued_hit_fraction"] < 1

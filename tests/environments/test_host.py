@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.environments import failures as failures_module
 from grpo_megatron.environments import host as host_module
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.environments.protocol import Outcome, Reply, Step, ToolCall, Unscorable
@@ -308,7 +309,7 @@ def test_episodes_are_spread_over_processes():
 
 
 def test_one_that_costs_process_after_process_stops_the_run(monkeypatch):
-    monkeypatch.setattr(host_module, "MAX_ENDS", 2)
+    monkeypatch.setattr(failures_module, "MAX_ENDS", 2)
 
     async def work(host):
         while True:
@@ -322,7 +323,7 @@ def test_one_that_costs_process_after_process_stops_the_run(monkeypatch):
 
 
 def test_one_that_spoils_every_episode_stops_the_run(monkeypatch):
-    monkeypatch.setattr(host_module, "MAX_SPOILT", 3)
+    monkeypatch.setattr(failures_module, "MAX_SPOILT", 3)
 
     async def work(host):
         works, _ = await begun(host)

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from grpo_megatron.errors import EngineError
+from grpo_megatron.errors import EngineError, EpisodeError
 from grpo_megatron.launch import restarts
 from grpo_megatron.launch.restarts import Restarts
 from tests.launch.test_supervisor_hangs import Run, wait_until
@@ -67,6 +67,41 @@ def test_all_may_be_dead_while_one_is_started_again(tmp_path, monkeypatch, capsy
 
     assert run.with_meddling(meddle) == 0
     assert "no rollout server is left, the run waits for it" in capsys.readouterr().out
+
+
+SERVED = {"recipe": "demo/agent-calculator-cpu"}
+TWO_SERVERS = "domains.0.environment.servers=2"
+
+
+def test_a_server_of_an_environment_is_started_again(tmp_path, monkeypatch, capsys, soon):
+    run = Run(tmp_path, monkeypatch, **SERVED, flags=[TWO_SERVERS, "rollout.max_restarts=1"])
+    is_dead = run.run_dir.endpoints / "environment-1.dead"
+
+    def meddle(run):
+        kill(run, "environment-1")
+        wait_until(lambda: run.events("restarted"))
+        kill(run, "environment-1")
+        wait_until(is_dead.exists)
+
+    assert run.with_meddling(meddle) == 0
+    [restarted] = run.events("restarted")
+    assert (restarted["role"], restarted["number"]) == ("environment-1", 1)
+    assert "it is started again in 0 s (1 of 1)" in capsys.readouterr().out
+
+
+def test_the_last_server_of_a_domain_ends_the_run(tmp_path, monkeypatch):
+    never = "rollout.max_restarts=0"
+    run = Run(tmp_path, monkeypatch, **SERVED, flags=[TWO_SERVERS, never])
+
+    def meddle(run):
+        kill(run, "environment-0")
+        kill(run, "environment-1")
+        wait_until(lambda: run.supervisor.watcher._closed.is_set())
+
+    with pytest.raises(EpisodeError) as caught:
+        run.with_meddling(meddle)
+    assert caught.value.exit_code == 12
+    assert "the last environment server of domain products died" in caught.value.message
 
 
 def test_one_that_dies_at_every_start_ends_the_run_at_the_limit(tmp_path, monkeypatch, soon):

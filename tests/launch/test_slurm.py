@@ -1,6 +1,7 @@
 """Batch scripts as text, sites, and what srun says; a real Slurm is in tests/slurm."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.errors import SetupError
 from grpo_megatron.launch.slurm import is_active
 from grpo_megatron.launch.steps import SlurmSteps, Step
+from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 from tests.controller.scored_groups import recipe
 
@@ -92,6 +94,44 @@ def test_a_rendered_script_is_complete(given, tmp_path, capsys, monkeypatch):
     assert "#SBATCH --partition=small\n#SBATCH --nodes=3" in second
     assert "ROLLOUT_PARTITION=small" in second and "VENV=/shared/venv" in second
     assert f"set -- {tmp_path}/demo\n" in second
+
+
+@pytest.mark.parametrize(
+    ("partitions", "parts"),
+    [
+        ({}, [("gpu", 6, True)]),
+        ({"ROLLOUT_PARTITION": "small"}, [("gpu", 1, True), ("small", 5, True)]),
+        ({"ENVIRONMENT_PARTITION": "cpu"}, [("gpu", 4, True), ("cpu", 2, False)]),
+        (
+            {"ROLLOUT_PARTITION": "small", "ENVIRONMENT_PARTITION": "cpu"},
+            [("gpu", 1, True), ("small", 3, True), ("cpu", 2, False)],
+        ),
+    ],
+)
+def test_nodes_of_environments_may_have_a_partition_without_gpus(
+    given, tmp_path, capsys, monkeypatch, partitions, parts
+):
+    for name, value in partitions.items():
+        monkeypatch.setenv(name, value)
+    sizes = ["trainer_nodes=1", "rollout_nodes=3", "environment_nodes=2", "gpus_per_node=2"]
+    overrides = [f"placement.{size}" for size in sizes] + ["domains.0.environment.servers=2"]
+    main(
+        [
+            "submit",
+            "demo/agent-calculator-cpu",
+            *("--site", "bare", "--dry-run", f"runs_dir={tmp_path}"),
+            *overrides,
+        ]
+    )
+    script = capsys.readouterr().out
+    found = []
+    for text in script.split("#SBATCH hetjob\n"):
+        [partition] = re.findall("--partition=(.*)", text)
+        [nodes] = re.findall("#SBATCH --nodes=(.*)", text)
+        found.append((partition, int(nodes), "--gpus-per-node=2" in text))
+    assert found == parts
+    (tmp_path / "script").write_text(script)
+    check(tmp_path / "script")
 
 
 @pytest.mark.parametrize(
@@ -477,3 +517,49 @@ def test_workers_and_reward_hosts_are_steps_beside_the_engines(tmp_path, monkeyp
     }
     [worker, _] = steps.workers()
     assert worker.argv[-4:] == ["grpo_megatron.rollout.worker_service", str(tmp_path), "1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("components", "groups"),
+    [
+        ([["t0", "r0", "e0", "e1"]], [None, None, None]),
+        ([["t0"], ["r0"], ["e0", "e1"]], [0, 1, 2]),
+        ([["t0", "r0"], ["e0", "e1"]], [0, 0, 1]),
+    ],
+)
+def test_servers_of_environments_are_steps_on_nodes_of_their_own(
+    tmp_path, monkeypatch, components, groups
+):
+    monkeypatch.setattr("grpo_megatron.launch.steps._components", lambda: components)
+    monkeypatch.setattr(SlurmSteps, "check", lambda self: None)
+    sizes = {"trainer_nodes": 1, "rollout_nodes": 1, "environment_nodes": 2, "gpus_per_node": 2}
+    config = agents(placement=sizes, servers=3)
+    steps = SlurmSteps(config, RunDir(tmp_path, "1"))
+    servers = [steps.environment_server(number) for number in range(3)]
+    words = [" ".join(step.argv) for step in servers]
+    for number, node in enumerate(("e0", "e0", "e1")):
+        assert f"--nodelist={node}" in words[number] and "--gpus-per-node" not in words[number]
+        assert words[number].endswith(f"environments.server {tmp_path} 1 {number}")
+    [trainer] = steps.trainers()
+    [replica] = steps.replicas()
+    assert "--nodelist=r0" in replica.argv and "--gpus-per-node=2" in replica.argv
+    for step, group in zip((trainer, replica, servers[0]), groups, strict=True):
+        found = [word for word in step.argv if word.startswith("--het-group")]
+        assert found == ([] if group is None else [f"--het-group={group}"])
+
+
+def test_without_nodes_of_their_own_they_are_beside_the_engines(tmp_path, monkeypatch):
+    nodes = ["t0", "r0", "r1"]
+    monkeypatch.setattr("grpo_megatron.launch.steps._components", lambda: [nodes])
+    monkeypatch.setattr(SlurmSteps, "check", lambda self: None)
+    config = agents(placement={"trainer_nodes": 1, "rollout_nodes": 2}, servers=2)
+    steps = SlurmSteps(config, RunDir(tmp_path, "1"))
+    for number, node in enumerate(("r0", "r1")):
+        assert f"--nodelist={node}" in steps.environment_server(number).argv
+
+
+def agents(*, placement, servers):
+    """The agent's demo on nodes, with servers of its environment."""
+    flags = [f"placement.{name}={value}" for name, value in placement.items()]
+    flags.append(f"domains.0.environment.servers={servers}")
+    return resolve("demo/agent-calculator-cpu", flags).config

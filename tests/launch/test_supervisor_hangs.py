@@ -52,7 +52,8 @@ class Run:
         monkeypatch.setattr(watcher, "PERIOD_S", 0.3)
         monkeypatch.setattr(Supervisor, "_prepare_model", lambda self: None)
         sizes = ["rollout.num_replicas=2", "trainer.num_ranks=2"]
-        config = resolve("demo/gspo-moe-cpu", [*sizes, *settings.pop("flags", ())])
+        recipe = settings.pop("recipe", "demo/gspo-moe-cpu")
+        config = resolve(recipe, [*sizes, *settings.pop("flags", ())])
         watch = WatchConfig.model_construct(
             **{"enabled": True, "silent_s": 5.0, "slow_factor": 5.0, **settings}
         )
@@ -70,7 +71,8 @@ class Run:
 
     def all_train(self) -> bool:
         records = [read_progress(file) for file in self.run_dir.progress.glob("*.json")]
-        return sum(record is not None and record.phase == "Train" for record in records) == 7
+        num_trains = sum(record is not None and record.phase == "Train" for record in records)
+        return num_trains == 7 + len(self.supervisor.config.environment_servers)
 
     def with_meddling(self, meddle, *, all_start: bool = True) -> int:
         """Run the supervisor here, which takes signals, and `meddle` in a thread."""

@@ -21,7 +21,7 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.environments import host as host_module
+from grpo_megatron.environments import failures as failures_module
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import EngineError, EpisodeError
@@ -229,7 +229,7 @@ def test_an_engine_that_fails_ends_the_run_and_the_program(directory, tokenizer)
 
 
 def test_programs_that_never_work_stop_the_run(directory, tokenizer, monkeypatch):
-    monkeypatch.setattr(host_module, "MAX_SPOILT", 5)
+    monkeypatch.setattr(failures_module, "MAX_SPOILT", 5)
     config = config_of(command=["sh", "-c", "echo broken >&2; exit 3"])
     with pytest.raises(EpisodeError, match="spoilt 5 episodes") as caught:
         played(directory, tokenizer, config, *["12*34"] * 6)

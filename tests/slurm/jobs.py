@@ -50,12 +50,17 @@ class Cluster:
         return self.run(*runs.COMMAND, *arguments, **environment)
 
     def submit(
-        self, name: str, *overrides: str, flags: tuple[str, ...] = (), **environment: str
+        self,
+        name: str,
+        *overrides: str,
+        flags: tuple[str, ...] = (),
+        recipe: str = runs.RECIPE,
+        **environment: str,
     ) -> tuple[str, Path]:
         """The short recipe on two nodes that train and one that generates: job and directory."""
         done = self.command(
             "submit",
-            runs.RECIPE,
+            recipe,
             "--site",
             SITE,
             *flags,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.progress import read_progress
 from tests.e2e import runs
 from tests.slurm.jobs import CLUSTER, NODES, ROOT, SITE, TIMEOUT_S, Cluster, all_gone, processes
 
@@ -222,6 +223,43 @@ def test_what_is_stopped_is_seen_on_its_node_and_servers_come_back(cluster):
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "6:0")
     assert "has given no sign of life" in cluster.output(run)
     assert "it is stopped" in cluster.output(run)
+    assert not all_gone(run)
+
+
+AGENTS = (
+    "num_steps=5000",
+    "cold_start=null",
+    "domains.0.environment.demonstration=[]",
+    "domains.0.environment.servers=2",
+    "data.num_validation=16",
+    "data.num_heldout=16",
+    "batch.num_prompts=8",
+    "placement.trainer_nodes=1",
+    "placement.rollout_nodes=1",
+    "placement.environment_nodes=2",
+)
+
+
+@pytest.mark.parametrize("form", [{}, {"ENVIRONMENT_PARTITION": "main"}], ids=["one", "hetjob"])
+def test_servers_of_environments_have_nodes_of_their_own(cluster, form):
+    """One of them dies and comes back; then the job is told to end."""
+    name = f"agents-{len(form)}"
+    job, run = cluster.submit(name, *AGENTS, recipe="demo/agent-calculator-cpu", **form)
+    cluster.wait_for_steps(run, 2, job)
+    status = cluster.command("status", str(run)).stdout
+    records = [read_progress(file) for file in (run / "progress").glob("*/*.json")]
+    hosts = {record.role: record.host for record in records if record is not None}
+    places = [hosts[role] for role in ("trainer-0", "rollout-0", "environment-0", "environment-1")]
+    assert len(set(places)) == 4
+    assert "\n  environment-0 " in status and "serving products: calculator at http" in status
+    runs.kill(processes(run, "environments.server")[0])
+    back = wait_for_event(run, "restarted")
+    assert back["role"].startswith("environment-")
+    cluster.wait_for_steps(run, len(runs.metrics(run)) + 3, job)
+    assert cluster.command("cancel", str(run)).returncode == 0
+    state = cluster.wait(job)
+    assert state["ExitCode"] == "130:0", cluster.output(run)
+    assert f"{back['role']} died" in cluster.output(run)
     assert not all_gone(run)
 
 

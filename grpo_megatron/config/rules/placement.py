@@ -109,6 +109,27 @@ def engines_of_a_server_fit_nodes(run: RunConfig) -> Violation | None:
     )
 
 
+@PLACEMENT_RULES.rule("environment_nodes")
+def nodes_of_environments_have_servers(run: RunConfig) -> Violation | None:
+    """Refuse nodes for servers of environments that would have none."""
+    nodes = run.placement.environment_nodes
+    num_servers = len(run.environment_servers)
+    if nodes <= num_servers:
+        return None
+    return Violation(
+        "placement.environment_nodes",
+        f"{nodes} node(s) for servers of environments, and the domains have {num_servers} "
+        "server(s) in all",
+        nearest=(num_servers,),
+        remedy="or raise environment.servers of a domain",
+        related=tuple(f"domains.{index}.environment.servers" for index in _with_servers(run)),
+    )
+
+
+def _with_servers(run: RunConfig) -> list[int]:
+    return [index for index, domain in enumerate(run.domains) if domain.num_environment_servers]
+
+
 @PLACEMENT_RULES.rule("colocated_staleness")
 def shared_devices_take_turns(run: RunConfig) -> Violation | None:
     """Refuse rollouts ahead of training on the same devices."""

@@ -305,7 +305,7 @@ def _prediction(
     placement = config.placement
     num_gpus = config.num_devices
     if placement.gpus_per_node:
-        num_gpus = placement.num_nodes * placement.gpus_per_node
+        num_gpus = placement.num_gpus
     tokens = load.num_samples * lengths.total
     whole = sizes_of(hf, vocab_size, TrainerConfig())
     trained = config.batch.epochs * load.computed_share

@@ -1,0 +1,71 @@
+"""How the episodes of a domain end, and when that is too often badly."""
+
+from collections import Counter
+from pathlib import Path
+
+from grpo_megatron.environments.protocol import Step
+from grpo_megatron.errors import EpisodeError
+
+MAX_ENDS = 32
+"""Processes that an environment may cost without an episode that ends well in between."""
+MAX_SPOILT = 256
+"""Episodes that it may spoil, each by itself, without one that ends well in between."""
+
+
+class Failures:
+    """How the episodes of a domain end, to stop a run whose environment never works."""
+
+    def __init__(self, domain: str, name: str, log_path: Path):
+        """name: as messages have it, `environment calculator`."""
+        self._domain = domain
+        self._name = name
+        self._log_path = log_path
+        self._counts: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()
+        self._last = ""
+
+    def finished(self) -> None:
+        """An episode has ended well."""
+        self._counts["episodes"] += 1
+        self._in_a_row.clear()
+
+    def add(self, kind: str, reason: str) -> None:
+        """Count a process that ended ("ends") or an episode spoilt by itself ("spoilt")."""
+        self._counts[kind] += 1
+        self._in_a_row[kind] += 1
+        self._last = reason
+
+    def tell(self, step: Step) -> None:
+        """Count an episode that this step has ended, if it has."""
+        if step.spoilt:
+            self.add("spoilt", "the environment says that the episode is spoilt")
+        elif step.done:
+            self.finished()
+
+    def add_lost(self) -> None:
+        """Count an episode that was lost with its process."""
+        self._counts["lost"] += 1
+
+    def check(self) -> None:
+        """EpisodeError where nothing but failures came, too often."""
+        for kind, most in (("ends", MAX_ENDS), ("spoilt", MAX_SPOILT)):
+            number = self._in_a_row[kind]
+            if number < most:
+                continue
+            what = f"spoilt {number} episodes"
+            if kind == "ends":
+                what = f"cost {number} processes"
+            raise EpisodeError(
+                f"{self._name} {what} without one that ended well in between; the last: "
+                f"{self._last}",
+                where=f"[[domains]] {self._domain}; messages in {self._log_path}",
+                remedy="correct it, or raise its time limit (step_s, of an agent episode_s) or "
+                "memory_mib",
+            )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Counts since the last call."""
+        metrics = {}
+        for kind in ("episodes", "spoilt", "lost", "ends"):
+            metrics[f"environment/{self._domain}/{kind}"] = float(self._counts.pop(kind, 0))
+        return metrics
