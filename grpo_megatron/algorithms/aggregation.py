@@ -91,6 +91,7 @@ def loss_constants(
         low_entropy=low_entropy,
         covariant=covariant,
         outlying=outlying,
+        router_shift=batch.tokens.get("router_shift"),
     )
 
 

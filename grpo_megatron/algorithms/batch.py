@@ -303,6 +303,9 @@ class LossConstants:
     low_entropy: Tensor | None = None  # bool [n]: loses the surrogate (`top_entropy_share`)
     covariant: Tensor | None = None  # bool [n]: chosen by covariance (clip_cov, kl_cov)
     outlying: Tensor | None = None  # bool [n]: chosen by the second moment of ratios (m2po)
+    router_shift: Tensor | None = None
+    """fp32 [n], within 0 and 1: how much the routers see a token as the old policy's did
+    (`router_shift_floor`); None: entirely"""
 
     def loss_batch(
         self,
@@ -377,6 +380,7 @@ class LossConstants:
             low_entropy=at_tokens(self.low_entropy),
             covariant=at_tokens(self.covariant),
             outlying=at_tokens(self.outlying),
+            router_shift=at_tokens(self.router_shift),
             spoilt=at_tokens(self.batch.spoilt),
             staleness=at_tokens(self.batch.staleness),
             replayed_masks=masks,
@@ -409,6 +413,7 @@ class LossBatch:
     low_entropy: Tensor | None = None  # bool [n]: without a surrogate
     covariant: Tensor | None = None  # bool [n]: chosen by covariance
     outlying: Tensor | None = None  # bool [n]: chosen by the second moment of ratios
+    router_shift: Tensor | None = None  # [n], 0..1: agreement with the old routers
     staleness: Tensor | None = None  # int64 [n]: versions between sampling and training
     spoilt: Tensor | None = None  # bool [n]: without a loss, though in all statistics
     replayed_masks: Mapping[str, Tensor] | None = None

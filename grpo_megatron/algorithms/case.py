@@ -129,6 +129,7 @@ class _Document(pydantic.BaseModel):
     squared_probs: list[list[Share]] | None = None
     token_ids: list[list[Whole]] | None = None
     staleness: list[list[Whole]] | None = None
+    router_shift: list[list[Share]] | None = None
     loss_mask: list[list[Flag]] | None = None
     rewards: list[Reward] | None = None
     advantages: (
@@ -160,6 +161,7 @@ _RAGGED = (
     "squared_probs",
     "token_ids",
     "staleness",
+    "router_shift",
     "loss_mask",
 )
 

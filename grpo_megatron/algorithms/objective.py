@@ -76,13 +76,16 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     o = objective.config
     batch, infinite = _without_infinite(batch)
     batch = _with_proximal(o, _without_spoilt(batch))
+    meter = MetricRecorder(batch.domain[batch.sample], batch.domain, objective.domains)
     of_tokens = _clip_inputs(objective, batch)
     log_diff = of_tokens.log_ratio
+    if o.router_shift_floor is not None and batch.router_shift is not None:
+        shift = _router_shift(o.router_shift_floor, batch.router_shift, meter)
+        of_tokens = replace(of_tokens, log_ratio=log_diff + shift.log().to(log_diff.dtype))
     inputs = replace(of_tokens, log_ratio=_log_ratio(o, of_tokens, batch))
     clipped = terms.clip_status(o, inputs)
     if o.clip == "gmpo":  # it clips tokens, before their mean
         clipped = terms.clip_status(o, of_tokens)
-    meter = MetricRecorder(batch.domain[batch.sample], batch.domain, objective.domains)
     factor, rejected = _off_policy_factor(objective, batch, meter.stats)
 
     losses = -_surrogate(o, inputs, batch, clipped)
@@ -133,6 +136,13 @@ def _clip_inputs(objective: Objective, batch: LossBatch) -> ClipInputs:
         high=objective.value("clip_high", batch),
         covariant=batch.covariant,
     )
+
+
+def _router_shift(floor: float, shift: Tensor, meter: MetricRecorder) -> Tensor:
+    """What ratios are multiplied by where routers have shifted, [n]: at least `floor`."""
+    meter.mean("router_shift/mean", shift)
+    meter.mean("router_shift/floored_fraction", shift < floor)
+    return shift.clamp(min=floor)
 
 
 def _regularised(

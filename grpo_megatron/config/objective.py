@@ -176,6 +176,12 @@ class ObjectiveConfig(Strict):
     """cispo: absolute lower bound of the ratio weight."""
     ratio_max: float = Field(5.0, gt=0)
     """cispo: absolute upper bound of the ratio weight."""
+    router_shift_floor: float | None = Field(None, gt=0, le=1)
+    """Takes each token's ratio, before it is clipped, times `max(gamma, floor)` with
+    `gamma = exp(-mean |log p - log p_old|)`, the mean over the experts that the old policy chose
+    for the token in each layer, and over the layers: tokens that the routers now see otherwise
+    count less (RSPO, arXiv:2510.23027 v2). After the first update of a batch it costs a pass for
+    each; before that, gamma is 1."""
     sapo_tau_positive: float = Field(1.0, gt=0)
     """sapo: temperature of the soft gate where the advantage is positive."""
     sapo_tau_negative: float = Field(1.05, gt=0)

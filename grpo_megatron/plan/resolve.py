@@ -95,6 +95,14 @@ def routing_has_experts(config: RunConfig, model: ModelFacts) -> list[Violation]
                 nearest=(value,),
             )
             found.append(violation)
+    if config.objective.router_shift_floor is not None:
+        violation = Violation(
+            "objective.router_shift_floor",
+            f"the model ({model.model_type}) has no routers that could shift",
+            nearest=("null",),
+            related=("objective.preset",),
+        )
+        found.append(violation)
     return found
 
 

@@ -280,6 +280,33 @@ def test_both_sides_are_clipped_for_both_signs_and_the_distance_is_held():
     same(found["metrics"]["clip/low_fraction"], 1 / 5)
 
 
+# --- RSPO
+
+SHIFT = {"router_shift": [[1.0, 0.9, 0.5], [0.7, 0.85]]}
+"""With a floor of 0.8: 1, 0.9, 0.8 and 0.8, 0.85."""
+
+
+def test_rspo_scales_ratios_by_what_routers_have_shifted_before_the_clip():
+    given = as_old(**SHIFT)
+    plain = ["clip=ppo", "ratio=token", "clip_low=0.5", "clip_high=0.3"]
+    found = evaluated("rspo", plain, **given)
+    # 1.5 and 1.25 * 0.8 against at most 1.3 with A > 0; 0.5 * 0.8 against at least 0.5 with A < 0
+    same(found["grad_logprobs"], [[0, -2 * 0.72 / 6, -2 / 6], [0, 1.2 * 0.85 / 4]])
+    same(found["metrics"]["router_shift/mean"], (1 + 0.9 + 0.5 + 0.7 + 0.85) / 5)
+    same(found["metrics"]["router_shift/floored_fraction"], 2 / 5)
+    same(found["metrics"]["update/k1"], -sum(map(math.log, (1.5, 0.8, 1.25, 0.5, 1.2))) / 5)
+
+
+def test_rspo_is_gmpo_of_the_scaled_ratios():
+    given = as_old(**SHIFT)
+    found = evaluated("rspo", ["clip_low=1", "clip_high=9"], **given)
+    means = [(1.5 * 0.72 * 1.0) ** (1 / 3), (0.4 * 1.02) ** (1 / 2)]
+    same(found["grad_logprobs"], [[-2 * means[0] / 6] * 3, [means[1] / 4] * 2])
+    same_routers = evaluated("rspo", **as_old(router_shift=[[1.0] * 3, [1.0] * 2]))
+    assert same_routers["loss"] == evaluated("rspo", **as_old())["loss"]
+    assert same_routers["loss"] == evaluated("gmpo", **given)["loss"]
+
+
 # --- VCPO
 
 RIGHT_AND_WRONG = {
@@ -344,7 +371,7 @@ def test_samples_that_cannot_be_compared_do_not_spoil_the_share():
 
 # --- what they have in common
 
-PRESETS = ("topr", "minpro", "trm", "drpo", "m2po", "a3po", "fipo", "kimi_k2_5")
+PRESETS = ("topr", "minpro", "trm", "drpo", "m2po", "a3po", "fipo", "kimi_k2_5", "rspo")
 
 
 @pytest.mark.parametrize("preset", PRESETS)

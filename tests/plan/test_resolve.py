@@ -46,6 +46,10 @@ def test_checkpoint_path(tmp_path):
     with pytest.raises(InvalidConfigError, match="no experts to split"):
         resolve(DEMO, flags)
     assert resolve(DEMO, [*flags, "trainer.expert_parallel_size=1"]).config.model.path == tmp_path
+    shifting = [*flags, "trainer.expert_parallel_size=1", "objective.preset=rspo"]
+    with pytest.raises(InvalidConfigError, match="no routers that could shift"):
+        resolve(DEMO, shifting)
+    resolve(DEMO, [*shifting, "objective.router_shift_floor=null"])
 
 
 def test_heads_for_which_the_cpu_engine_has_no_kernel(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.megatron import policy as policy_module
 from grpo_megatron.trainer.routing.route_source import RouteSource
-from grpo_megatron.trainer.routing.router_replay import local_part
+from grpo_megatron.trainer.routing.router_replay import RoutingPass, local_part
 from grpo_megatron.trainer.steps.optimizer_step import (
     balance_metrics,
     logprob_pass,
@@ -75,6 +75,51 @@ def train(
         "wrong_routes": int(counts[0]),
         "looked_at": int(counts[1]),
     }
+
+
+def router_shift(
+    model: str, samples: str, layout: dict[str, Any], replay: str
+) -> dict[str, np.ndarray | None]:
+    """What routers agree on with those from before all weights grew, of all policy tokens; with
+    one rank also from whole distributions, recorded in passes of their own."""
+    setup = Setup(model, layout)
+    config = setup.config(preset="rspo").model_copy(
+        update={"routing": setup.routing({"replay": replay, "on_missing": "fail"})}
+    )
+    table = SampleTable(Path(samples))
+    training = Training(config, setup.policy, References(config), table, {})
+    for update in training.updates:
+        training._old_pass(update)
+    old = [_whole_distributions(setup, update) for update in training.updates]
+    for shard in setup.shards:
+        shard.tensor.data.mul_(1.3)
+    shift = sum(training._router_shift(update) for update in training.updates)
+    if dist.get_world_size() > 1:
+        return {"shift": shift.numpy(), "expected": None}
+    expected = torch.zeros_like(shift)
+    for update, before in zip(training.updates, old, strict=True):
+        now = _whole_distributions(setup, update)
+        for microbatch in update.microbatches:
+            distances = []
+            for row in range(len(setup.policy.replay.layers)):
+                ids = update.routes[microbatch.index].ids[row].long()
+                known = update.routes[microbatch.index].known[row][:, None]
+                ids = torch.where(
+                    known, ids, update.old_routing.recorded[microbatch.index, row].long()
+                )
+                change = now[microbatch.index, row] - before[microbatch.index, row]
+                distances.append(change.gather(1, ids).abs().mean(1))
+            agreement = (-torch.stack(distances).mean(0)).exp()
+            index = training.batch.flat_index(torch.from_numpy(microbatch.samples))
+            expected[index] = agreement[microbatch.rows]
+    return {"shift": shift.numpy(), "expected": expected.numpy()}
+
+
+def _whole_distributions(setup: Setup, update) -> dict[tuple[int, int], torch.Tensor]:
+    """Log-probs of all experts, (micro-batch, layer row) -> [T, E], at the present weights."""
+    run = RoutingPass(replayed=update.routes, record_log_probs=True)
+    logprob_pass(setup.policy, update, run)
+    return run.recorded_log_probs
 
 
 @contextmanager

@@ -19,6 +19,8 @@ _ONE_TERM_A_SEQUENCE = ("sequence_geo", "sequence_product", "sequence_mean")
 _TOKEN_CLIPS = ("cispo", "sapo", "dppo_tv", "dppo_kl", "drpo", "clip_cov", "kl_cov")
 _WITH_PREFIXES = ("ppo", "cispo", "none")
 """Clips for which the lowest ratio of a prefix is defined."""
+_WITH_SHIFTED_ROUTERS = ("ppo", "upper", "both", "gmpo", "cispo", "sapo", "none")
+"""Clips that take a ratio as it comes; the others read the old policy's probability from it."""
 _TERMS_OF_TOKENS = ("vespo", "topr")
 """Clips that take a sequence's ratio as a weight, and have a term of every token."""
 _GROUPS_OF_ONE = ("reward", "batch", "gagpo", "process")
@@ -195,6 +197,26 @@ def prefixes_are_weighed_by_some_clips(objective: ObjectiveConfig) -> Violation 
         f"{', '.join(_WITH_PREFIXES)} are",
         remedy='set ratio = "token" or clip = "cispo"',
         related=("objective.clip",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def shifted_routers_scale_ratios(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse router-shift weights where ratios are more than a factor, or are multiplied up."""
+    if objective.router_shift_floor is None:
+        return None
+    is_known = objective.clip in _WITH_SHIFTED_ROUTERS or ":" in objective.clip
+    if is_known and objective.ratio != "sequence_product":
+        return None
+    what = f"clip {objective.clip} needs the ratio itself"
+    if is_known:
+        what = "the weights of all tokens of a sequence, multiplied up, leave nothing of it"
+    return Violation(
+        "objective.router_shift_floor",
+        what,
+        nearest=("null",),
+        remedy='or set clip = "gmpo" and ratio = "sequence_geo"',
+        related=("objective.clip", "objective.ratio"),
     )
 
 

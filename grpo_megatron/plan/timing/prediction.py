@@ -197,15 +197,22 @@ def computed_share(config: RunConfig, lengths: Lengths) -> float:
 
 def _num_logprob_passes(config: RunConfig) -> int:
     """Passes without gradients over all samples: the old policy's where the first loss does not
-    have its log-probs, a reference's, teachers'."""
+    have its log-probs and nothing stands for them, a reference's, the routers' of later updates,
+    teachers'."""
     if config.kind == "distil":
         teachers = config.distillation.teachers if config.distillation else ()
         return len([teacher for teacher in teachers if teacher.path is not None])
     if config.kind != "rl":
         return 0
     passes = 0
+    objective = config.objective
     is_on_policy = config.batch.updates_per_step == 1 and config.batch.max_staleness == 0
-    if not is_on_policy or config.routing.replay == "r2":
+    needs_old_logprobs = not is_on_policy and objective.proximal != "interpolated"
+    compares_routers = objective.router_shift_floor is not None
+    compares_routers = compares_routers and config.batch.updates_per_step > 1
+    if needs_old_logprobs or config.routing.replay == "r2" or compares_routers:
+        passes += 1
+    if compares_routers:
         passes += 1
     if _has_reference(config):
         passes += 1

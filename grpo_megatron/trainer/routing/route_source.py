@@ -4,15 +4,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import LossConstants
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.device_copies import pinned, to_host
+from grpo_megatron.device_copies import pinned, to_device, to_host
 from grpo_megatron.errors import DataError
 from grpo_megatron.routing.router_losses import balance_coefficients
 from grpo_megatron.routing.shape import RouteStatus
+from grpo_megatron.trainer.megatron.platform import device
 from grpo_megatron.trainer.megatron.process_groups import is_first_with_samples, summed
 from grpo_megatron.trainer.routing import router_replay
 from grpo_megatron.trainer.routing.router_replay import RouteReplay, Routes, RoutingPass, local_part
@@ -37,6 +40,11 @@ class RouteSource:
     def active(self) -> bool:
         """Whether the model has routers at all."""
         return bool(self._replay.shape.layers)
+
+    @property
+    def holds_shift(self) -> bool:
+        """Whether the loss asks how far the routers have shifted since the old policy."""
+        return self.active and self.config.objective.router_shift_floor is not None
 
     @property
     def _counts_once(self) -> bool:
@@ -146,6 +154,7 @@ class RouteSource:
             compared=compared,
             record=True,
             record_log_probs=self.settings.keep_loss == "kl",
+            record_scores=self.holds_shift,
             measure=True,
             counts_once=self._counts_once,
         )
@@ -184,6 +193,36 @@ class RouteSource:
         if self.settings.replay == "r3":
             return RoutingPass(replayed=update.routes)
         return RoutingPass(replayed=self._recorded(update))
+
+    def shift_pass(self, update: UpdateBatch) -> RoutingPass:
+        """Build a pass that compares the routers with those of the old policy's pass, with the
+        routes of training."""
+        assert update.old_routing is not None  # `holds_shift` asks for the pass
+        run = self.margin_pass(update) or RoutingPass()
+        run.shift_from = update.old_routing.recorded_scores
+        return run
+
+    def router_shift(self, run: RoutingPass, update: UpdateBatch) -> list[Tensor]:
+        """`exp(-mean |log p - log p_old|)` at the policy tokens of each micro-batch, fp32 [n], as
+        the pass `run` found it: the mean over the old policy's experts and all layers, at the
+        position that predicts the token (RSPO, arXiv:2510.23027 v2). Collective."""
+        sizes = [microbatch.num_tokens for microbatch in update.microbatches]
+        total = torch.zeros(sum(sizes), device=device())
+        for microbatch, part in zip(update.microbatches, total.split(sizes), strict=True):
+            if microbatch.index in run.shift:  # else no layer of this stage has experts
+                own = local_part(microbatch, torch.arange(microbatch.num_tokens))
+                part[to_device(own, device())] = run.shift[microbatch.index].float()
+        for group in (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ):
+            dist.all_reduce(total, group=group)
+        agreement = (-total / len(self._replay.shape.layers)).exp()
+        found = []
+        for microbatch, part in zip(update.microbatches, agreement.split(sizes), strict=True):
+            found.append(part[microbatch.rows])
+        return found
 
     def _recorded(self, update: UpdateBatch) -> list[Routes] | None:
         """Return the live choices of the old-policy pass, for all tokens; None before it."""

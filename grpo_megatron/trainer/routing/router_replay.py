@@ -47,6 +47,14 @@ class Routes:
 
 
 @dataclass(frozen=True)
+class ExpertScores:
+    """The experts that tokens of one micro-batch took in one layer, on the host."""
+
+    ids: Tensor  # uint8 or int16 [T, K]
+    log_probs: Tensor  # fp32 [T, K], of the live router
+
+
+@dataclass(frozen=True)
 class KeepTerms:
     """Losses on the routers, weighed beforehand like the policy loss."""
 
@@ -67,10 +75,17 @@ class RoutingPass:
     compared: Mapping[str, Sequence[Routes]] = field(default_factory=dict)
     record: bool = False
     record_log_probs: bool = False
+    record_scores: bool = False
+    shift_from: Mapping[tuple[int, int], ExpertScores] | None = None
     measure: bool = False  # load and entropy
     keep: KeepTerms | None = None
     recorded: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     recorded_log_probs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    recorded_scores: dict[tuple[int, int], ExpertScores] = field(default_factory=dict)
+    """(micro-batch, layer row) -> the experts that were taken, with `record_scores`."""
+    shift: dict[int, Tensor] = field(default_factory=dict)
+    """Micro-batch -> fp32 [T]: how far the experts of `shift_from` are from their scores there,
+    `mean |log p - log p_old|`, added up over this rank's layers."""
     keep_loss: Tensor | float = 0.0
     sums: RoutingSums | None = None
     flipped: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -142,6 +157,17 @@ class RouterReplayHook:
         if run.record_log_probs:
             log_probs = self.log_probs(scores)
             run.recorded_log_probs[index, self.row] = on_the_way_to_host(log_probs)
+        if run.record_scores:
+            taken = self.log_probs(scores).gather(1, chosen)
+            run.recorded_scores[index, self.row] = ExpertScores(
+                on_the_way_to_host(chosen.to(self.replay.id_dtype)), on_the_way_to_host(taken)
+            )
+        if run.shift_from is not None:
+            old = run.shift_from[index, self.row]
+            ids = to_device(old.ids, scores.device).long()
+            now = self.log_probs(scores).gather(1, ids)
+            distance = (now - to_device(old.log_probs, scores.device)).abs().mean(1)
+            run.shift[index] = run.shift.get(index, torch.zeros_like(distance)) + distance
         if run.sums is None:
             return
         weights = self.replay.weights[index]
@@ -239,7 +265,7 @@ class RouteReplay:
             yield
         finally:
             self.running = None
-            if run is not None and (run.recorded or run.recorded_log_probs):
+            if run is not None and (run.record or run.record_log_probs or run.record_scores):
                 wait_for_copies()
 
     def enter(self, model: torch.nn.Module, index: int) -> None:

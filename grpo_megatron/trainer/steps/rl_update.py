@@ -166,7 +166,9 @@ class Training:
         on_policy = one_update and not self.table.manifest.stale
         columns_need_it = bool(self.needs & _OF_THE_OLD_PASS)
         loss_needs_it = not on_policy and self.config.objective.proximal != "interpolated"
-        if columns_need_it or self.source.needs_old_pass or loss_needs_it:
+        shift_needs_it = self.source.holds_shift and not one_update
+        routing_needs_it = self.source.needs_old_pass or shift_needs_it
+        if columns_need_it or routing_needs_it or loss_needs_it:
             for update in self.updates:
                 self._old_pass(update)
         if self.objective.wants_reference:
@@ -247,6 +249,8 @@ class Training:
         )
         if self.config.objective.preference_weight > 0:
             constants = with_preference(constants, self.objective, self._margins(update))
+        if self.source.holds_shift and not self.is_untouched:
+            constants = replace(constants, router_shift=self._router_shift(update))
         return constants
 
     def _train(
@@ -309,6 +313,14 @@ class Training:
             of_tokens.append(ratios.log_ratio(logprobs, _reference(microbatch)))
         gathered = optimizer_step.gather_tokens(self.batch, [update], [of_tokens])
         return self.batch.sums(gathered).double()
+
+    def _router_shift(self, update: UpdateBatch) -> torch.Tensor:
+        """How much the current routers agree with the old policy's, fp32 [n of the batch]; 0 at
+        tokens that are not of the update. Collective."""
+        routing = self.source.shift_pass(update)
+        optimizer_step.logprob_pass(self.policy, update, routing)
+        of_tokens = self.source.router_shift(routing, update)
+        return optimizer_step.gather_tokens(self.batch, [update], [of_tokens])
 
     def _learn(self, stats: Stats) -> None:
         """Move what the objective learns: lambda_grpo's exponent, OPSM's thresholds."""
