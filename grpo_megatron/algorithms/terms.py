@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.batch import ClipInputs, SampleBatch
 from grpo_megatron.algorithms.groups import ZERO_VARIANCE, Groups
+from grpo_megatron.algorithms.preferences import sigmoid_loss, sigmoid_loss_slope
 from grpo_megatron.algorithms.ratios import binary_kl, bounded, segment_sum
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
@@ -279,7 +280,7 @@ def preference_coefficients(
     scopes = Groups(batch.scopes(o.denominator), torch.ones_like(best))
     pairs = scopes.sum(best.double()).clamp(min=1)
     sign = best.double() - worst.double()
-    behind = -o.preference_beta * groups.sum(sign * margins)
-    pull = o.preference_weight * o.preference_beta * torch.sigmoid(behind) / pairs
-    loss = o.preference_weight * torch.nn.functional.softplus(behind) / pairs
-    return -sign * pull, torch.where(best, loss, 0.0)
+    ahead = o.preference_beta * groups.sum(sign * margins)
+    slope = o.preference_weight * o.preference_beta * sigmoid_loss_slope(ahead) / pairs
+    loss = o.preference_weight * sigmoid_loss(ahead) / pairs
+    return sign * slope, torch.where(best, loss, 0.0)

@@ -11,6 +11,7 @@ from grpo_megatron.config.allocation import AllocationConfig, SeedingConfig
 from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
+from grpo_megatron.config.preferences import PreferencesConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.config.watch import WatchConfig
 
@@ -84,8 +85,8 @@ class DomainConfig(Strict):
     `{metadata[thought]}</think>{answer}`; default: the answer."""
     weight: float = Field(1.0, ge=0)
     """Share of this domain in the training prompts, relative to the others."""
-    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
-    """Reward components; the reward is their weighted sum."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Reward components; the reward is their weighted sum. At least one, but for preferences."""
     reward_clip: float | None = Field(None, gt=0)
     """Clip the weighted sum to ±reward_clip; default: not at all."""
     accuracy: str | None = None
@@ -498,9 +499,9 @@ class RunConfig(Strict):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Run directory is `runs_dir/name`."""
-    kind: Literal["rl", "sft", "distil", "rejection_sample", "eval"] = "rl"
-    """rl; sft: on the responses of the data set; distil: to teachers; rejection_sample: makes a
-    data set; eval: accuracy only."""
+    kind: Literal["rl", "sft", "distil", "preferences", "rejection_sample", "eval"] = "rl"
+    """rl; sft: on the responses of the data set; distil: to teachers; preferences: on pairs of
+    answers (DPO and others); rejection_sample: makes a data set; eval: accuracy only."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of weights, sampling and splits."""
     num_steps: int = Field(100, ge=0)
@@ -518,6 +519,7 @@ class RunConfig(Strict):
     allocation: AllocationConfig | None = None
     seeding: SeedingConfig | None = None
     distillation: DistillationConfig | None = None
+    preferences: PreferencesConfig = PreferencesConfig()
     rejection: RejectionConfig = RejectionConfig()
     routing: RoutingConfig = RoutingConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -550,10 +552,27 @@ class RunConfig(Strict):
         return self.allocation.max_samples_per_prompt or 2 * size
 
     @property
+    def trains_preferences(self) -> bool:
+        """Whether pairs of answers, or answers with labels, are trained."""
+        return self.kind == "preferences"
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether preferences are pairs of answers, which share a micro-batch."""
+        return self.preferences.is_paired
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines of the run: none where preferences are trained, since nothing is generated."""
+        if self.trains_preferences:
+            return 0
+        return self.rollout.num_replicas
+
+    @property
     def num_devices(self) -> int:
         """GPUs, or processes on a CPU, of trainer and engines."""
         rollout = self.rollout
-        return self.trainer.num_ranks + rollout.num_replicas * rollout.num_workers
+        return self.trainer.num_ranks + self.num_replicas * rollout.num_workers
 
     @property
     def engine_restarts(self) -> int:
@@ -566,12 +585,12 @@ class RunConfig(Strict):
     @property
     def trains(self) -> bool:
         """Whether a run of this kind changes the weights."""
-        return self.kind in ("rl", "sft", "distil")
+        return self.kind in ("rl", "sft", "distil", "preferences")
 
     @property
     def input_paths(self) -> list[Path]:
         """What a run reads: model, data sets, references, teachers."""
-        paths = {self.model.path}
+        paths = {self.model.path, self.preferences.reference}
         if self.distillation:
             paths |= {teacher.path for teacher in self.distillation.teachers}
         for domain in self.domains:
@@ -581,9 +600,9 @@ class RunConfig(Strict):
     @property
     def uses_dataset(self) -> bool:
         """Whether the responses of a data set are trained, not the policy's own samples."""
-        return self.kind == "sft" or (
-            self.distillation is not None and self.distillation.samples == "dataset"
-        )
+        if self.kind == "sft" or self.trains_preferences:
+            return True
+        return self.distillation is not None and self.distillation.samples == "dataset"
 
     @property
     def canary_tolerance(self) -> float:

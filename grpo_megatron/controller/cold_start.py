@@ -13,7 +13,7 @@ from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
 from grpo_megatron.controller.demonstrations import Demonstrations
 from grpo_megatron.controller.display import Phases, show
-from grpo_megatron.controller.evaluation import Evaluator
+from grpo_megatron.controller.evaluation import HeldOutEvaluator
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.restoring import newest_whole
@@ -62,7 +62,7 @@ class ColdStart:
         trainer: TrainerLink,
         publisher: Publisher,
         judges: EngineControl,
-        evaluator: Evaluator,
+        evaluator: HeldOutEvaluator,
         phases: Phases,
         stopping: asyncio.Event,
     ):

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,16 @@ from grpo_megatron.types import Prompt, ScoredGroup
 
 Results = dict[str, dict[str, float]]
 _Z = 1.959964  # 95 %
+
+
+class HeldOutEvaluator(Protocol):
+    """Measures accuracy on prompts that are kept out of training."""
+
+    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
+        """Return the accuracy over all `prompts`; NaN without any."""
+
+    async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
+        """Return what is measured by domain, and over all prompts as `all`."""
 
 
 class Evaluator:
@@ -54,7 +65,7 @@ class Evaluator:
             sampled = self._by_domain(await self._rewards.score(groups), _sampled)
             for domain, values in sampled.items():
                 results[domain] |= values
-        results["all"] = _over_domains(results, len(prompts))
+        results["all"] = over_domains(results, len(prompts))
         return results
 
     def _by_domain(
@@ -79,8 +90,8 @@ class Evaluator:
         return results
 
 
-def _over_domains(results: Results, num_prompts: int) -> dict[str, float]:
-    """The mean over prompts of each value, which has no interval: domains differ."""
+def over_domains(results: Results, num_prompts: int) -> dict[str, float]:
+    """Means over all prompts of results by domain; they have no intervals, since domains differ."""
     sizes = [values["prompts"] for values in results.values()]
     names: dict[str, None] = {}  # ordered
     for values in results.values():

@@ -38,12 +38,15 @@ def record_step(
     facts: StepFacts,
     decode: Decode,
     teacher_logprobs: Mapping[str, np.ndarray] | None = None,
+    *,
+    together: bool = False,
 ) -> None:
     """Make a step of the shards in which the groups lie, in the order in which they come: equal
     rollouts give equal files. Each of `num_updates` optimizer steps trains a contiguous, nearly
     equal part. A shard may hold samples that no row names: those of groups that are not trained.
 
-    teacher_logprobs: as `ServedTeachers.answers` gives them."""
+    teacher_logprobs: as `ServedTeachers.answers` gives them; together: all answers of a group are
+    one episode, which no micro-batch splits."""
     working = begin_step(directory)
     numbers: dict[StoredShard, int] = {}
     rows = []
@@ -66,7 +69,8 @@ def record_step(
                     episode=episode,
                 )
                 rows.append(row)
-            episode += 1
+            episode += not together
+        episode += together
     entries = []
     for shard, number in numbers.items():
         entries.append(link_shard(shard, working / f"rollout-{number}.safetensors"))

@@ -47,7 +47,7 @@ class Rejoining:
 
     async def __aenter__(self) -> "Rejoining":
         if self._config.engine_restarts > 0:
-            for index in range(self._config.rollout.num_replicas):
+            for index in range(self._config.num_replicas):
                 self._tasks.append(asyncio.create_task(self._see_to_engine(index)))
                 self._tasks.append(asyncio.create_task(self._see_to_worker(index)))
         return self

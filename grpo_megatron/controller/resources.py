@@ -16,6 +16,7 @@ from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.rejoining import Rejoining
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import TrainerLink
+from grpo_megatron.data.preferences import Preferences, load_preferences
 from grpo_megatron.data.prompts import Splits, load_splits
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
@@ -42,6 +43,7 @@ class Resources:
     publisher: Publisher
     teachers: ServedTeachers
     judges: EngineControl  # those that pause while the trainer works
+    preferences: Preferences | None = None  # of a run that trains them
 
 
 @contextlib.asynccontextmanager
@@ -58,7 +60,13 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
         await trainer.listen(run_dir.endpoints / "controller.json")
         stack.push_async_callback(trainer.close)
         tokenizer = load_tokenizer(config.model.path or run_dir.model)
-        splits = load_splits(config, tokenizer)
+        preferences = None
+        if config.trains_preferences:
+            preferences = load_preferences(config, tokenizer)
+            _tell_dropped(preferences)
+            splits = preferences.splits
+        else:
+            splits = load_splits(config, tokenizer)
         reward_hosts = await _find_reward_hosts(config, run_dir)
         rewards = await stack.enter_async_context(_reward_pool(config, run_dir, reward_hosts))
         teachers = ServedTeachers(config)
@@ -77,7 +85,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
             on_death=lambda index, cause: _on_worker_death(run_dir, index, cause),
             can_wait=lambda: any(
                 _may_return(config, run_dir, "worker", index)
-                for index in range(config.rollout.num_replicas)
+                for index in range(config.num_replicas)
             ),
         )
         publisher = Publisher(config, run_dir, trainer, engines)
@@ -91,6 +99,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
             publisher=publisher,
             teachers=teachers,
             judges=judges,
+            preferences=preferences,
         )
 
 
@@ -118,7 +127,15 @@ async def _find_reward_hosts(config: RunConfig, run_dir: RunDir) -> list[Endpoin
     return hosts
 
 
+def _tell_dropped(preferences: Preferences) -> None:
+    """Say which rows are not trained."""
+    if preferences.dropped:
+        show("message", text="not trained: " + "; ".join(preferences.dropped))
+
+
 def _reward_pool(config: RunConfig, run_dir: RunDir, hosts: Sequence[Endpoint]) -> RewardPool:
+    if config.num_replicas == 0:  # there are no answers to score
+        return RewardPool((), num_workers=0)
     data = config.data
     return RewardPool(
         config.domains,
@@ -170,7 +187,7 @@ async def _connect_replicas(
         client = await connect_engine(config, run_dir, index)
         return await stack.enter_async_context(client)
 
-    connecting = [connect(index) for index in range(config.rollout.num_replicas)]
+    connecting = [connect(index) for index in range(config.num_replicas)]
     clients: list[EngineClient | None] = []
     failures: list[BaseException] = []
     for result in await asyncio.gather(*connecting, return_exceptions=True):
@@ -192,7 +209,7 @@ async def _connect_workers(
     """By replica, those that came up. EngineError: none did."""
     workers: dict[int, WorkerClient] = {}
     failure: EngineError | None = None
-    for index in range(config.rollout.num_replicas):
+    for index in range(config.num_replicas):
         try:
             client = await connect_worker(config, run_dir, index)
         except EngineError as error:

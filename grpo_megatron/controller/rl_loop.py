@@ -19,10 +19,10 @@ from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.alarms import alarms_of
 from grpo_megatron.controller.display import Phases, show
-from grpo_megatron.controller.evaluation import Evaluator
+from grpo_megatron.controller.evaluation import HeldOutEvaluator
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import prune_store, starting_steps
-from grpo_megatron.controller.rollout_batch import RecordedStep, StepSampler
+from grpo_megatron.controller.rollout_batch import RecordedStep, StepSource
 from grpo_megatron.controller.sampling_chain import SamplingChain
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.data.prompts import Splits
@@ -56,12 +56,12 @@ class RLLoop:
         run_dir: RunDir,
         state: RunState,
         *,
-        steps: StepSampler,
+        steps: StepSource,
         splits: Splits,
         trainer: TrainerLink,
         publisher: Publisher,
         judges: EngineControl,
-        evaluator: Evaluator,
+        evaluator: HeldOutEvaluator,
         metrics: MetricsWriter,
         mirrors: Mirrors,
         phases: Phases,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,6 +54,19 @@ class RecordedStep:
     seconds: dict[str, float] = field(default_factory=dict)  # of its sampling, by phase
     logprob_check: dict[str, float] = field(default_factory=dict)  # its metrics, if one was made
     fresh: bool = False  # sampled just now
+
+
+class StepSource(Protocol):
+    """Gives step after step, recorded."""
+
+    async def sample(
+        self,
+        step: int,
+        *,
+        on_drawn: Callable[[], None] = lambda: None,
+        before_recording: Callable[[], Awaitable[None]] | None = None,
+    ) -> RecordedStep:
+        """As `StepSampler.sample`."""
 
 
 class StepSampler:

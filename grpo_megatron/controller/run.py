@@ -16,8 +16,17 @@ from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
 from grpo_megatron.controller.cold_start import ColdStart
 from grpo_megatron.controller.display import Phases, show
-from grpo_megatron.controller.evaluation import Evaluator, Results
+from grpo_megatron.controller.evaluation import Evaluator, HeldOutEvaluator, Results
 from grpo_megatron.controller.exemplars import ExemplarStore
+from grpo_megatron.controller.preference_steps import (
+    AnswerScorer,
+    PreferenceEvaluator,
+    PreferenceRecorder,
+    PreferenceSteps,
+    ReferenceScores,
+    Scores,
+    drawn_preferences,
+)
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.controller.rejection import sample_dataset
 from grpo_megatron.controller.resources import Resources, open_resources
@@ -26,9 +35,12 @@ from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.rollout_batch import (
     RolloutBatchBuilder,
     StepSampler,
+    StepSource,
     load_sampling,
 )
 from grpo_megatron.controller.trainer_link import RunState
+from grpo_megatron.data.preferences import Preferences
+from grpo_megatron.data.prompts import Splits
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import GateError
 from grpo_megatron.files import write_atomically
@@ -74,7 +86,9 @@ class Run:
         self.started = started
         self.phases = Phases()
         self.stopping = asyncio.Event()
-        self.evaluator = Evaluator(
+        self.reference: Scores = {}
+        """Of preferences, where they are trained and the loss has a reference."""
+        self.evaluator: HeldOutEvaluator = Evaluator(
             config,
             workers=resources.workers,
             rewards=resources.rewards,
@@ -84,6 +98,8 @@ class Run:
     async def run(self) -> bool:
         """As the function `run`."""
         _tell_unused(self.config)
+        if self.resources.preferences is not None:
+            await self._prepare_preferences(self.resources.preferences)
         state = await self._restore()
         if state is None:
             state = await self._begin()
@@ -108,6 +124,20 @@ class Run:
         return True
 
     # --- before the first step
+
+    async def _prepare_preferences(self, preferences: Preferences) -> None:
+        """Have the reference look at them, while the trainer has the weights of the beginning."""
+        config = self.config
+        trainer = self.resources.trainer
+        recorder = PreferenceRecorder(
+            config, self.run_dir.rollouts / "scored", self.resources.tokenizer
+        )
+        scorer = AnswerScorer(recorder, trainer, self.run_dir.rollouts / "scored" / "step")
+        if config.preferences.has_reference:
+            wanted = drawn_preferences(config, preferences, new_sampler(config, preferences.splits))
+            reference = ReferenceScores(config, self.run_dir, scorer, trainer)
+            self.reference = await reference.load(wanted)
+        self.evaluator = PreferenceEvaluator(config, preferences, self.reference, scorer)
 
     async def _restore(self) -> RunState | None:
         """Go on after the newest checkpoint that is whole; None without any."""
@@ -188,6 +218,7 @@ class Run:
                 self.run_dir,
                 state,
                 self.resources,
+                reference=self.reference,
                 evaluator=self.evaluator,
                 metrics=metrics,
                 mirrors=mirrors,
@@ -279,45 +310,54 @@ def make_rl_loop(
     state: RunState,
     resources: Resources,
     *,
-    evaluator: Evaluator,
+    evaluator: HeldOutEvaluator,
     metrics: MetricsWriter,
     mirrors: Mirrors,
     phases: Phases,
     stopping: asyncio.Event,
+    reference: Scores | None = None,
 ) -> RLLoop:
-    """Put the RL loop together, with the prompts that `state` draws next."""
-    sampler = PromptSampler(
-        resources.splits.train,
-        {domain.name: domain.weight for domain in config.domains},
-        config.seed,
-        config.curriculum,
-    )
+    """Put the RL loop together, with the prompts that `state` draws next.
+
+    reference: scores of preferences, where they are trained and the loss has one."""
+    sampler = new_sampler(config, resources.splits)
     exemplars = None
     if config.seeding is not None:
         exemplars = ExemplarStore(config.seeding.store_size)
     if state.sampler:
         load_sampling(state.sampler, sampler, exemplars)
-    batches = RolloutBatchBuilder(
-        config,
-        spool=run_dir.rollouts,
-        sampler=sampler,
-        exemplars=exemplars,
-        workers=resources.workers,
-        rewards=resources.rewards,
-        tokenizer=resources.tokenizer,
-        phases=phases,
-    )
-    steps = StepSampler(
-        config,
-        run_dir,
-        sampler=sampler,
-        exemplars=exemplars,
-        batches=batches,
-        publisher=resources.publisher,
-        judges=resources.judges,
-        teachers=resources.teachers,
-        tokenizer=resources.tokenizer,
-    )
+    steps: StepSource
+    if resources.preferences is not None:
+        steps = PreferenceSteps(
+            config,
+            run_dir,
+            sampler=sampler,
+            preferences=resources.preferences,
+            reference=reference or {},
+            recorder=PreferenceRecorder(config, run_dir.rollouts / "drawn", resources.tokenizer),
+        )
+    else:
+        batches = RolloutBatchBuilder(
+            config,
+            spool=run_dir.rollouts,
+            sampler=sampler,
+            exemplars=exemplars,
+            workers=resources.workers,
+            rewards=resources.rewards,
+            tokenizer=resources.tokenizer,
+            phases=phases,
+        )
+        steps = StepSampler(
+            config,
+            run_dir,
+            sampler=sampler,
+            exemplars=exemplars,
+            batches=batches,
+            publisher=resources.publisher,
+            judges=resources.judges,
+            teachers=resources.teachers,
+            tokenizer=resources.tokenizer,
+        )
     return RLLoop(
         config,
         run_dir,
@@ -332,6 +372,16 @@ def make_rl_loop(
         mirrors=mirrors,
         phases=phases,
         stopping=stopping,
+    )
+
+
+def new_sampler(config: RunConfig, splits: Splits) -> PromptSampler:
+    """Make a sampler of the training prompts that has drawn nothing."""
+    return PromptSampler(
+        splits.train,
+        {domain.name: domain.weight for domain in config.domains},
+        config.seed,
+        config.curriculum,
     )
 
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo_megatron.controller.rollout_batch import RecordedStep, StepSampler
+from grpo_megatron.controller.rollout_batch import RecordedStep, StepSource
 
 _LOOK_S = 1.0
 
@@ -26,7 +26,7 @@ class _AskedStep:
 class SamplingChain:
     """The steps that were asked for and not taken. `at_once`: how many may be sampled together."""
 
-    def __init__(self, steps: StepSampler, at_once: int):
+    def __init__(self, steps: StepSource, at_once: int):
         self._steps = steps
         self._at_once = at_once
         self._asked: dict[int, _AskedStep] = {}

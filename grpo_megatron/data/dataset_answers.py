@@ -43,7 +43,7 @@ class DatasetAnswers:
         groups = []
         for prompt in prompts:
             texts = prompt.metadata.get("responses") or [self._answer(prompt)]
-            completions = [self._completion(step, prompt, text) for text in texts]
+            completions = [self.completion(step, prompt, text) for text in texts]
             groups.append(RolloutGroup(prompt, tuple(completions), 0))
         return groups
 
@@ -52,7 +52,7 @@ class DatasetAnswers:
         text = self._answer(prompt)
         if prompt.domain in self._chat_domains and prompt.metadata.get("responses"):
             text = prompt.metadata["responses"][0]
-        return self._completion(step, prompt, text)
+        return self.completion(step, prompt, text)
 
     def _answer(self, prompt: Prompt) -> str:
         """What is trained of a row without responses."""
@@ -61,7 +61,8 @@ class DatasetAnswers:
             return prompt.answer
         return template.response(prompt.question, prompt.answer, prompt.metadata)
 
-    def _completion(self, step: int, prompt: Prompt, text: str) -> Completion:
+    def completion(self, step: int, prompt: Prompt, text: str) -> Completion:
+        """A text as an answer to `prompt`, with its end."""
         chat = self._chat_domains.get(prompt.domain)
         if chat is not None:
             text = text.removeprefix(opening_of(prompt.text, chat.assistant_prefix))

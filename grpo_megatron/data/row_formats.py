@@ -76,7 +76,7 @@ def _no_field(where: str, fields: Mapping[str, Any], name: str, setting: str) ->
 
 
 def _of_own_fields(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> Problem:
-    field = _prompt_field(where, fields, domain)
+    field = prompt_field_of(where, fields, domain)
     if is_conversation(fields[field]):
         return _of_conversation(where, fields, field, domain)
     question = text_of(where, fields, field, "prompt_field")
@@ -90,7 +90,7 @@ def _of_own_fields(where: str, fields: Mapping[str, Any], domain: DomainConfig) 
     return Problem(question, answer, metadata)
 
 
-def _prompt_field(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> str:
+def prompt_field_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> str:
     """Where the row has its prompt: in the field that the recipe names, else in a usual one. With
     a chat template a conversation comes before a question that was made of it."""
     usual = [domain.prompt_field]

@@ -3,7 +3,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,11 +31,23 @@ def iterate_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
     """The same, one after the other: nothing is read ahead."""
     where = f"[[domains]] {domain.name}"
     if domain.source == "file":
-        return _of_file(domain, where)
+        return _of_file(domain)
     return _of_gym(domain, seed, where)
 
 
-def _of_file(domain: DomainConfig, where: str) -> Iterator[Problem]:
+def known_arguments(domain: DomainConfig, known: Sequence[str]) -> Mapping[str, Any]:
+    """The arguments of a file domain. DataError for one that is not `known`."""
+    unknown = [key for key in domain.arguments if key not in known]
+    if unknown:
+        raise DataError(
+            f"a file domain has no argument {unknown[0]!r}",
+            where=f"[[domains]] {domain.name}",
+            remedy=f"known: {', '.join(known)}",
+        )
+    return domain.arguments
+
+
+def _of_file(domain: DomainConfig) -> Iterator[Problem]:
     """At most `domain.num_problems` problems of a file or a folder of shards, at least one.
 
     Of `domain.arguments`, `split` chooses files of a folder; `domain_field` keeps only the rows
@@ -43,15 +55,8 @@ def _of_file(domain: DomainConfig, where: str) -> Iterator[Problem]:
     `answer_after` (`"####"` for GSM8K). Other fields become metadata. DataError with the line for
     what is not as it should be."""
     path = domain.path
-    arguments = domain.arguments
     assert path is not None  # rule domain_source
-    unknown = [key for key in arguments if key not in _FILE_ARGUMENTS]
-    if unknown:
-        raise DataError(
-            f"a file domain has no argument {unknown[0]!r}",
-            where=where,
-            remedy=f"known: {', '.join(_FILE_ARGUMENTS)}",
-        )
+    arguments = known_arguments(domain, _FILE_ARGUMENTS)
     rows = read_rows(path, arguments.get("split"))
     is_empty = True
     for problem in itertools.islice(_problems(domain, rows), domain.num_problems):
@@ -66,11 +71,12 @@ def _of_file(domain: DomainConfig, where: str) -> Iterator[Problem]:
 
 def _problems(domain: DomainConfig, rows: Rows) -> Iterator[Problem]:
     for where, fields in rows:
-        if _is_of_domain(domain, where, fields):
+        if is_of_domain(domain, where, fields):
             yield _with_marked_answer(domain, where, problem_of(where, fields, domain))
 
 
-def _is_of_domain(domain: DomainConfig, where: str, fields: Mapping[str, Any]) -> bool:
+def is_of_domain(domain: DomainConfig, where: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a row of a file for several domains is of this one (`arguments.domain_field`)."""
     name = domain.arguments.get("domain_field")
     if name is None:
         return True

@@ -7,6 +7,7 @@ from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.chat_template import read_chat_template
+from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferences
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import first_problem
 from grpo_megatron.data.tool_calls import AUTO, FORMATS
@@ -77,15 +78,23 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
     """Read the first problem of every domain and render its prompt; files that do not exist (yet)
     are left to `refuse_missing`.
 
+    Of preferences every row is read.
+
     Raises DataError as the controller would: a row without a field, a template that asks for
     metadata that the problem does not have, an unknown data set, a chat template that is not there
     or refuses the conversation. Chat templates of checkpoints that are not on this machine are
     left to the controller."""
+    if config.trains_preferences:
+        refuse_bad_preferences(config)
     with tokenizer_directory(config.model) as directory:
         for domain in config.domains:
             if domain.path is not None and not domain.path.exists():
                 continue
-            problem = first_problem(domain, config.seed)
+            if config.trains_preferences:
+                is_paired = config.compares_pairs
+                problem = next(iter(read_preferences(domain, is_paired=is_paired))).problem
+            else:
+                problem = first_problem(domain, config.seed)
             if domain.template != CHAT:
                 PromptRenderer(domain, None).render(problem)
             elif directory is not None:

@@ -46,7 +46,7 @@ class LocalProcesses:
 
     def replicas(self) -> list[ChildProcess]:
         """One process a vLLM server."""
-        return [self.replica(index) for index in range(self.config.rollout.num_replicas)]
+        return [self.replica(index) for index in range(self.config.num_replicas)]
 
     def replica(self, index: int) -> ChildProcess:
         """One of them."""
@@ -54,7 +54,7 @@ class LocalProcesses:
 
     def workers(self) -> list[ChildProcess]:
         """One process a server, which has its prompts answered and writes the samples."""
-        return [self.worker(index) for index in range(self.config.rollout.num_replicas)]
+        return [self.worker(index) for index in range(self.config.num_replicas)]
 
     def worker(self, index: int) -> ChildProcess:
         """One of them."""

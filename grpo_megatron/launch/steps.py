@@ -138,7 +138,7 @@ class SlurmSteps:
 
     def replicas(self) -> list[ChildProcess]:
         """A step for each server, so that one can die alone; wide ones take several nodes."""
-        return [self.replica(index) for index in range(self.config.rollout.num_replicas)]
+        return [self.replica(index) for index in range(self.config.num_replicas)]
 
     def replica(self, index: int) -> ChildProcess:
         """One of them."""
@@ -154,7 +154,7 @@ class SlurmSteps:
 
     def workers(self) -> list[ChildProcess]:
         """A step for each server's worker, on the node where the server answers."""
-        return [self.worker(index) for index in range(self.config.rollout.num_replicas)]
+        return [self.worker(index) for index in range(self.config.num_replicas)]
 
     def worker(self, index: int) -> ChildProcess:
         """One of them."""

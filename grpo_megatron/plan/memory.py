@@ -170,6 +170,8 @@ def _samples_of_update(config: RunConfig) -> int:
 def samples_of_step(config: RunConfig) -> int:
     """Most samples of a step."""
     batch = config.batch
+    if config.trains_preferences:
+        return 2 * batch.num_prompts
     size = batch.num_samples_per_prompt
     if config.sampling.dynamic:  # the groups that are kept may be the large ones
         size = config.largest_group

@@ -69,7 +69,7 @@ MODEL_RULES = RuleSet()
 def replicas_have_prompts(config: RunConfig, model: ModelFacts) -> Violation | None:
     """Refuse more engines than prompts a step."""
     num_prompts = config.batch.num_prompts
-    idle = config.rollout.num_replicas - num_prompts
+    idle = config.num_replicas - num_prompts
     if idle <= 0:
         return None
     return Violation(

@@ -35,7 +35,7 @@ def at_cluster_scale(resolved: ResolvedConfig, site: str) -> list[Finding]:
     config = resolved.config
     placement = config.placement
     sizes = f"{config.trainer.num_ranks} trainer ranks"
-    sizes += f", {config.rollout.num_replicas} engines of {config.rollout.num_workers}"
+    sizes += f", {config.num_replicas} engines of {config.rollout.num_workers}"
     findings = [Finding("the recipe breaks no rule at its own size", True, sizes)]
     if placement.gpus_per_node:
         script = slurm.render(resolved, site)

@@ -98,6 +98,8 @@ def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
     domain_field = domain.arguments.get("domain_field")
     if domain_field is not None:
         row[domain_field] = domain.name
+    if config.trains_preferences:
+        return _preference(config, row, total, index)
     if config.uses_dataset:
         row["responses"] = _responses(total)
     for name in _METADATA.findall(domain.template):
@@ -107,6 +109,16 @@ def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
         if criteria_field is not None:
             row[criteria_field] = _RUBRIC
     return row
+
+
+def _preference(config: RunConfig, row: dict[str, Any], total: int, index: int) -> dict[str, Any]:
+    """The same row with a chosen and a rejected answer, or with one answer and its label."""
+    right, wrong = (f"It is {total}.", f"It is {total + 1}.")
+    if config.compares_pairs:
+        return row | {"chosen": right, "rejected": wrong}
+    if index % 2 == 0:
+        return row | {"completion": right, "label": True}
+    return row | {"completion": wrong, "label": False}
 
 
 def _program_tests(index: int) -> str:

@@ -169,6 +169,8 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
             changes.set(f"{key}.reference", str(stand_ins.other_model), "a random reference")
         if domain.num_problems is not None:
             changes.at_most(f"{key}.num_problems", domain.num_problems, 400, "few problems")
+    if config.preferences.reference is not None:
+        changes.set("preferences.reference", str(stand_ins.other_model), "a random reference")
     if config.distillation is not None:
         for number, teacher in enumerate(config.distillation.teachers):
             if teacher.path is not None and not teacher.path.exists():
@@ -349,6 +351,8 @@ def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     servers = config.placement.shared_servers
     if servers:
         changes.set("placement.shared_servers", [stand_ins.server], "a local server in their place")
+    if config.trains_preferences:
+        return  # nobody answers, and nothing is rewarded
     for number, domain in enumerate(config.domains):
         rewards = [_with_local_server(reward, stand_ins.server) for reward in domain.rewards]
         rewards = [_with_short_lengths(config, domain, reward) for reward in rewards]

@@ -49,7 +49,9 @@ class StandInWriter:
         """Stand-ins for one run; its model is that of `root`, from which it descends."""
         model = self.given_model or self._model(root, other=False)
         other_model = model
-        if config.distillation is not None or any(domain.reference for domain in config.domains):
+        has_reference = any(domain.reference for domain in config.domains)
+        has_reference = has_reference or config.preferences.reference is not None
+        if config.distillation is not None or has_reference:
             other_model = self._model(root, other=True)
         data = {number: self._data(config, number) for number in missing_files(config)}
         corpora = {number: self._corpus() for number in missing_corpora(config)}
@@ -106,7 +108,9 @@ class StandInWriter:
         """Rows for the file of a domain; equal domains of other stages read the same ones."""
         domain = config.domains[number]
         assert domain.path is not None
-        key = json.dumps([domain.model_dump(mode="json", exclude={"weight"}), config.uses_dataset])
+        key = json.dumps(
+            [domain.model_dump(mode="json", exclude={"weight"}), config.uses_dataset, config.kind]
+        )
         if key not in self._rows:
             suffix = domain.path.suffix or ".jsonl"
             path = self.folder / f"{len(self._rows)}-{domain.name}{suffix}"

@@ -24,7 +24,13 @@ class Row:
 
 ROWS = (
     Row("reward", ("reward/mean",), is_plain=True),
-    Row("accuracy", ("evaluation/accuracy", "reward/accuracy"), is_plain=True),
+    Row(
+        "accuracy",
+        ("evaluation/accuracy", "reward/accuracy", "preference/accuracy"),
+        is_plain=True,
+    ),
+    Row("preference loss", ("preference/loss",), is_plain=True),
+    Row("margin", ("preference/margin",), is_plain=True),
     Row("groups without signal", ("group/all_equal_fraction",)),
     Row("entropy", ("policy/entropy",), is_plain=True),
     Row("kl engine-trainer", ("mismatch/k3",), is_plain=True),

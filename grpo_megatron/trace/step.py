@@ -107,7 +107,7 @@ def trace_rank(config: RunConfig, rank: int, load: Load) -> RankTrace:
 
 def _build(config: RunConfig, hf: dict[str, Any]) -> Policy:
     temperature = 1.0
-    if config.kind != "sft":
+    if config.kind != "sft" and not config.trains_preferences:
         temperature = config.rollout.temperature
     policy = build_policy(
         hf, config.trainer, config.optimizer, config.routing.router_policy, temperature

@@ -84,6 +84,21 @@ class SnapshotReference(Request[None], frozen=True, tag=True):
     """RL begins: the policy as it is now is its own reference."""
 
 
+# --- preferences
+
+
+class TakeWeights(Request[None], frozen=True, tag=True):
+    """Before the first step: the policy takes the weights of a checkpoint."""
+
+    directory: Path
+
+
+class ScoreAnswers(Request[list[float]], frozen=True, tag=True):
+    """Look at recorded answers; returns the sum of log-probs of each row."""
+
+    directory: Path
+
+
 # --- checks
 
 
@@ -182,6 +197,8 @@ AnyRequest = (
     | TrainColdStart
     | ResetOptimizer
     | SnapshotReference
+    | TakeWeights
+    | ScoreAnswers
     | CompareLogprobs
     | MeasureLogprobDiff
     | SaveCheckpoint

@@ -34,14 +34,18 @@ from grpo_megatron.trainer.requests import (
     OpenTransfer,
     ResetOptimizer,
     SaveCheckpoint,
+    ScoreAnswers,
     SendWeights,
     SnapshotReference,
     Stop,
+    TakeWeights,
     Train,
     TrainColdStart,
     TrainReport,
 )
+from grpo_megatron.trainer.steps.answer_scores import answer_scores
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, reduce_stats
+from grpo_megatron.trainer.steps.preference_update import train_preferences
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.trainer.steps.teachers import Teachers
@@ -73,7 +77,7 @@ class TrainerService:
         self.config = config
         self.model_path = model_path
         temperature = 1.0
-        if config.kind != "sft":
+        if config.kind != "sft" and not config.trains_preferences:
             temperature = config.rollout.temperature
         self.policy = build_policy(
             hf,
@@ -103,6 +107,13 @@ class TrainerService:
                 return self.reset_optimizer(cold_start=cold_start)
             case SnapshotReference():
                 return self.snapshot_reference()
+            case TakeWeights(directory=directory):
+                return self.load_hf(directory)
+            case ScoreAnswers(directory=directory):
+                found: list[float] = answer_scores(
+                    self.config, self.policy, _table(directory)
+                ).tolist()
+                return found
             case CompareLogprobs(directory=directory):
                 return self.compare_logprobs(directory)
             case MeasureLogprobDiff(directory=directory, to=to, by_layer=by_layer):
@@ -165,6 +176,10 @@ class TrainerService:
                 exact=request.exact,
             )
             report = training.run(request.first_update, request.num_updates)
+        elif self.config.trains_preferences:
+            report = train_preferences(
+                self.config, self.policy, table, request.first_update, request.num_updates
+            )
         else:
             report = train_tokens(
                 self.config,

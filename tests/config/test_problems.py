@@ -44,10 +44,10 @@ def test_everything_is_told_at_once(write_recipe):
 
 
 def test_missing_keys_say_where_they_belong(write_recipe):
-    recipe = write_recipe("[[domains]]\nname = 'second'\nsource = 'file'\npath = 'x'\n")
+    recipe = write_recipe("[[domains]]\nname = 'second'\nrewards = []\npath = 'x'\n")
     problems, _ = problems_of(recipe)
-    assert problems["domains.1.rewards"].where.endswith("recipe.toml:13")
-    assert problems["domains.1.rewards"].meaning
+    assert problems["domains.1.source"].where.endswith("recipe.toml:13")
+    assert problems["domains.1.source"].meaning
 
 
 def test_rules_about_misspelt_keys_are_not_guessed():

@@ -11,6 +11,7 @@ from grpo_megatron.config.rules.domain import DOMAIN_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
+from grpo_megatron.config.rules.preferences import PREFERENCE_RULES
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.rules.run import RUN_RULES
 from grpo_megatron.config.run import RolloutConfig
@@ -25,6 +26,7 @@ ALL_RULES = (
     RUN_RULES,
     ALLOCATION_RULES,
     DISTILLATION_RULES,
+    PREFERENCE_RULES,
     PLACEMENT_RULES,
     DOMAIN_RULES,
     ENVIRONMENT_RULES,
@@ -34,7 +36,23 @@ ALL_RULES = (
 
 PROGRAM = ["domains.0.template=chat", "cold_start=null"]
 COMMAND = 'domains.0.agent.command=["python", "x.py"]'
+PREFERENCES = [
+    "kind=preferences",
+    "cold_start=null",
+    'domains=[{name="a", source="file", path="x"}]',
+    "trainer.max_tokens_per_microbatch=100000",
+]
 BROKEN = [
+    ("rewards", ["domains.0.rewards=[]"]),
+    ("preferences", ["preferences.loss=ipo"]),
+    ("preferences", [*PREFERENCES, "preferences.gamma=1"]),
+    ("preferences", [*PREFERENCES, "preferences.loss=ipo", "preferences.label_smoothing=0.1"]),
+    ("preferences", [*PREFERENCES, "preferences.loss=simpo", "preferences.reference=/x"]),
+    ("preferences", [*PREFERENCES, "preferences.undesirable_weight=2"]),
+    ("preferences", ["kind=preferences", "cold_start=null"]),
+    ("preferences", [*PREFERENCES, "evaluation.num_samples=4"]),
+    ("preferences", [*PREFERENCES, "placement.rollout_nodes=1"]),
+    ("preference_length", [*PREFERENCES, "trainer.max_tokens_per_microbatch=100"]),
     ("model_source", ["model.path=/x"]),
     ("model_source", ["model.preset=null"]),
     ("model_preset", ["model.preset=other"]),
@@ -330,7 +348,7 @@ def test_every_check_finds_something_in_a_case_above():
     unbroken = {check for rules in ALL_RULES for _, check in rules._checks}
     for _, overrides in BROKEN:
         run = unchecked_config(*overrides)
-        of_runs = (RUN_RULES, ALLOCATION_RULES, DISTILLATION_RULES, PLACEMENT_RULES)
+        of_runs = ALL_RULES[:5]
         subjects = [(rules, (run,)) for rules in of_runs]
         for index, domain in enumerate(run.domains):
             subjects.append((DOMAIN_RULES, (run, domain, index)))

@@ -50,6 +50,8 @@ def text_of_a_prompt(domain):
 def check_domains(config):
     refuse_unbound_environments(config)
     for domain in config.domains:
+        if config.trains_preferences:
+            continue  # nothing is rewarded
         assert components_of(domain, config.max_new_tokens_of(domain.name))
         prompt = text_of_a_prompt(domain)
         assert prompt.strip()

@@ -12,6 +12,7 @@ from grpo_megatron import assets
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.run import ModelConfig
+from grpo_megatron.data.preferences import read_preferences
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
@@ -38,6 +39,7 @@ from grpo_megatron.rehearsal.scale_down import (
 from grpo_megatron.rehearsal.stand_ins import StandInWriter
 from grpo_megatron.rehearsal.teacher_servers import TeacherServers
 from grpo_megatron.rehearsal.tiny_family import tiny_config, write_tiny_checkpoint
+from grpo_megatron.types import Problem
 
 RECIPES = assets.names(assets.root() / "recipes")
 LAYOUT = (
@@ -100,8 +102,17 @@ def test_a_recipe_keeps_its_method(name, tmp_path):
     for was, now in zip(before.domains, after.domains, strict=True):
         functions = [reward.function for reward in was.rewards]
         assert [reward.function for reward in now.rewards][: len(functions)] == functions
-        assert now.accuracy_component == COMPONENT
+        if not before.trains_preferences:
+            assert now.accuracy_component == COMPONENT
         assert now.template == was.template
+
+
+def problems_of(config, number: int) -> list[Problem]:
+    domain = config.domains[number]
+    if config.trains_preferences:
+        rows = read_preferences(domain, is_paired=config.compares_pairs)
+        return [row.problem for row in rows]
+    return load_problems(domain, seed=0)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -109,7 +120,7 @@ def test_made_up_rows_are_read_as_the_recipe_reads_its_own(name, tmp_path):
     before, after = scaled(name, tmp_path)
     asked = []
     for number in missing_files(before):
-        problems = load_problems(after.domains[number], seed=0)
+        problems = problems_of(after, number)
         questions = {problem.question for problem in problems}
         assert len(questions) > 40
         asked += questions

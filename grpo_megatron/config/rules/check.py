@@ -6,6 +6,7 @@ from grpo_megatron.config.rules.domain import DOMAIN_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
+from grpo_megatron.config.rules.preferences import PREFERENCE_RULES
 from grpo_megatron.config.rules.rule_set import Violation
 from grpo_megatron.config.rules.run import RUN_RULES
 from grpo_megatron.config.run import RunConfig
@@ -14,7 +15,8 @@ from grpo_megatron.config.run import RunConfig
 def check_rules(run: RunConfig) -> list[Violation]:
     """Everything in which the tables of `run` contradict one another."""
     found: list[Violation] = []
-    for rules in (RUN_RULES, ALLOCATION_RULES, DISTILLATION_RULES, PLACEMENT_RULES):
+    of_run = (RUN_RULES, ALLOCATION_RULES, DISTILLATION_RULES, PREFERENCE_RULES, PLACEMENT_RULES)
+    for rules in of_run:
         found += rules.violations(run, config=run)
     for index, domain in enumerate(run.domains):
         for rules in (DOMAIN_RULES, ENVIRONMENT_RULES):

@@ -7,6 +7,9 @@ from grpo_megatron.config.suggest import nearest
 DISTILLATION_RULES = RuleSet()
 """Their checks take the run."""
 
+_OF_TOKENS = ("sft", "distil", "preferences")
+"""Kinds that train a batch once, without an old policy."""
+
 
 def _teachers(run: RunConfig) -> tuple[TeacherConfig, ...]:
     if run.distillation is None:
@@ -58,7 +61,7 @@ def only_rl_has_its_tables(run: RunConfig) -> list[Violation]:
 @DISTILLATION_RULES.rule("rl_only")
 def only_rl_trains_a_batch_again(run: RunConfig) -> Violation | None:
     """Refuse epochs over a batch where losses of tokens have no old policy."""
-    if run.kind not in ("sft", "distil") or run.batch.epochs == 1:
+    if run.kind not in _OF_TOKENS or run.batch.epochs == 1:
         return None
     return Violation(
         "batch.epochs",
@@ -73,7 +76,7 @@ def only_rl_trains_a_batch_again(run: RunConfig) -> Violation | None:
 @DISTILLATION_RULES.rule("token_routing")
 def losses_of_tokens_use_their_routing(run: RunConfig) -> list[Violation]:
     """Whether a supervised or distilling run asks for routes that nobody records."""
-    if run.kind not in ("sft", "distil"):
+    if run.kind not in _OF_TOKENS:
         return []
     off: dict[str, object] = {"keep_loss": "none", "balance_weight": 0.0}
     sampled_by_nobody = run.uses_dataset

@@ -165,6 +165,19 @@ def template_arguments_have_free_names(
     return found
 
 
+@DOMAIN_RULES.rule("rewards")
+def answers_are_rewarded(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    """Refuse a domain without rewards where answers are scored by them."""
+    if domain.rewards or run.trains_preferences:
+        return None
+    return Violation(
+        f"domains.{index}.rewards",
+        f"domain {domain.name} has no reward, and a run of kind {run.kind} scores answers by it",
+        remedy='for example [{ function = "grpo_megatron.rewards.functions:exact_match" }]',
+        related=("kind",),
+    )
+
+
 @DOMAIN_RULES.rule("reward_function")
 def rewards_are_named(run: RunConfig, domain: DomainConfig, index: int) -> list[Violation]:
     """Refuse rewards that are not `module:function`."""

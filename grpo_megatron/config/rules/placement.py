@@ -45,7 +45,7 @@ def engines_have_gpus(run: RunConfig) -> Violation | None:
     if not run.placement.gpus_per_node:
         return None
     room = _room_for_engines(run)
-    if run.rollout.num_replicas <= room:
+    if run.num_replicas <= room:
         return None
     size = run.rollout.num_workers
     fitting_counts: tuple[int, ...] = (room,)

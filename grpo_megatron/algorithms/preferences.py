@@ -1,0 +1,106 @@
+"""Losses of preferences: pure functions of what a policy thinks of whole answers.
+
+A *score* of an answer is the sum of its tokens' log-probs, or their mean, less that of a reference
+where the loss has one. Of P pairs: chosen, rejected: scores [P]; of M single answers: scores [M].
+All losses are to be minimised and have the shape of their input. docs/preferences.md compares them
+with TRL's."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from grpo_megatron.config.preferences import PreferencesConfig
+
+REFERENCE = "reference"
+"""Component of a recorded step: the sum of an answer's log-probs under the reference."""
+
+
+def sigmoid_loss(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """`-log sigmoid(m)`, the negative log-likelihood of Bradley and Terry: DPO (arXiv:2305.18290)
+    where m is beta times the difference of scores. With `label_smoothing` e conservative DPO,
+    `-(1 - e) log sigmoid(m) - e log sigmoid(-m)`."""
+    kept = (1 - label_smoothing) * softplus(-margins)
+    if not label_smoothing:
+        return kept
+    return kept + label_smoothing * softplus(margins)
+
+
+def sigmoid_loss_slope(margins: Tensor) -> Tensor:
+    """`d loss / d m` of `sigmoid_loss` without smoothing: `-sigmoid(-m)`."""
+    return -torch.sigmoid(-margins)
+
+
+def hinge_loss(margins: Tensor) -> Tensor:
+    """`max(0, 1 - m)` (SLiC-HF, arXiv:2305.10425; on DPO's margin: RSO, arXiv:2309.06657)."""
+    return torch.relu(1 - margins)
+
+
+def ipo_loss(differences: Tensor, beta: float) -> Tensor:
+    """`(d - 1 / (2 beta))^2`, d the difference of scores (IPO, arXiv:2310.12036, equation 17)."""
+    return (differences - 1 / (2 * beta)) ** 2
+
+
+def simpo_loss(differences: Tensor, beta: float, gamma: float, label_smoothing: float) -> Tensor:
+    """`-log sigmoid(beta d - gamma)`, d the difference of mean log-probs (SimPO, arXiv:2405.14734,
+    equation 6); `label_smoothing` as in `sigmoid_loss`."""
+    return sigmoid_loss(beta * differences - gamma, label_smoothing)
+
+
+def log_odds(logprobs: Tensor) -> Tensor:
+    """`log(p / (1 - p))` of `log p`, which is below 0."""
+    return logprobs - _log1mexp(logprobs)
+
+
+def _log1mexp(logprobs: Tensor) -> Tensor:
+    """`log(1 - e^x)` for x < 0, exact near both ends."""
+    is_near_zero = logprobs > -0.6931471805599453
+    near = torch.where(is_near_zero, logprobs, -1.0)
+    far = torch.where(is_near_zero, -1.0, logprobs)
+    of_near = torch.log(-torch.expm1(near))
+    of_far = torch.log1p(-torch.exp(far))
+    return torch.where(is_near_zero, of_near, of_far)
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """`-beta log sigmoid(log odds(chosen) - log odds(rejected))`, of mean log-probs (ORPO,
+    arXiv:2403.07691, equation 7). Beside it the whole loss has the negative log-likelihood of the
+    chosen answers' tokens."""
+    return -beta * logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def kto_loss(
+    scores: Tensor,
+    labels: Tensor,
+    baseline: Tensor,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """`w (1 - sigmoid(beta (s - z)))` of answers with the label true, with `z - s` of the others
+    (KTO, arXiv:2402.01306, equation 8). labels: bool [M]; baseline: z, a scalar, see
+    `kto_baseline`."""
+    signs = torch.where(labels, 1.0, -1.0).to(scores)
+    weights = torch.where(labels, desirable_weight, undesirable_weight).to(scores)
+    return weights * (1 - torch.sigmoid(beta * signs * (scores - baseline)))
+
+
+def kto_baseline(scores: Tensor) -> Tensor:
+    """KTO's z: the mean score of answers to other prompts of the step, at least 0, a scalar that
+    has no gradient."""
+    return scores.detach().mean().clamp(min=0)
+
+
+def pair_losses(settings: PreferencesConfig, chosen: Tensor, rejected: Tensor) -> Tensor:
+    """The loss of every pair but for ORPO's likelihood, [P]. chosen, rejected: scores, [P]."""
+    beta = settings.beta
+    differences = chosen - rejected
+    if settings.loss == "dpo":
+        return sigmoid_loss(beta * differences, settings.label_smoothing)
+    if settings.loss == "hinge":
+        return hinge_loss(beta * differences)
+    if settings.loss == "ipo":
+        return ipo_loss(differences, beta)
+    if settings.loss == "simpo":
+        return simpo_loss(differences, beta, settings.gamma, settings.label_smoothing)
+    assert settings.loss == "orpo", settings.loss
+    return orpo_loss(chosen, rejected, beta)

@@ -1,0 +1,50 @@
+"""`[preferences]`: training on pairs of answers, or on answers with a label."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from grpo_megatron.config.base import InputPath, Strict
+
+PreferenceLoss = Literal["dpo", "hinge", "ipo", "kto", "simpo", "orpo"]
+_WITH_REFERENCE = ("dpo", "hinge", "ipo", "kto")
+_OF_MEANS = ("ipo", "simpo", "orpo")
+
+
+class PreferencesConfig(Strict):
+    """What a run of kind `preferences` minimises (docs/preferences.md has the formulas)."""
+
+    loss: PreferenceLoss = "dpo"
+    """dpo; hinge: DPO's margin under a hinge (SLiC); ipo; kto: answers with a label instead of
+    pairs; simpo and orpo: without a reference."""
+    beta: float = Field(0.1, gt=0)
+    """How strongly a margin of log-probs counts; of orpo, the weight of its odds ratio (lambda)."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of the labels that is taken for wrong, of dpo (conservative DPO) and simpo."""
+    length_normalised: bool = False
+    """Log-probs of an answer are means over its tokens, not sums, for dpo and hinge. ipo, simpo and
+    orpo always take means, kto takes sums."""
+    gamma: float = Field(0.5, ge=0)
+    """simpo: the margin by which the chosen answer is to be likelier."""
+    desirable_weight: float = Field(1.0, gt=0)
+    """kto: weight of answers with the label true."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """kto: weight of answers with the label false."""
+    reference: InputPath | None = None
+    """Checkpoint of the reference, of the model's architecture; default: the model that the run
+    begins with. simpo and orpo have none."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return self.loss in _WITH_REFERENCE
+
+    @property
+    def takes_means(self) -> bool:
+        """Whether log-probs of an answer are means over its tokens."""
+        return self.loss in _OF_MEANS or self.length_normalised
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the loss is of pairs; else of single answers with a label."""
+        return self.loss != "kto"

@@ -1,0 +1,327 @@
+"""Preferences instead of samples: the steps that are trained, the reference's log-probs, which are
+computed once before the first step, and accuracy on pairs that are kept out of training."""
+
+import asyncio
+import itertools
+import json
+import math
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithms.preferences import REFERENCE, kto_baseline, kto_loss, pair_losses
+from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
+from grpo_megatron.batching.spool import store_groups
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.display import show, show_phase
+from grpo_megatron.controller.evaluation import Results, over_domains, wilson
+from grpo_megatron.controller.recorder import record_step
+from grpo_megatron.controller.rollout_batch import RecordedStep, load_sampling, sampling_state
+from grpo_megatron.controller.trainer_link import TrainerLink
+from grpo_megatron.data.preferences import Preference, Preferences
+from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.errors import DataError
+from grpo_megatron.files import write_atomically
+from grpo_megatron.routing.shape import recorded_shape
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.samples import extremes
+from grpo_megatron.trainer.requests import ScoreAnswers, TakeWeights
+from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
+
+_AT_ONCE = 512
+"""Preferences whose answers the trainer looks at in one request."""
+
+Scores = dict[str, tuple[float, float]]
+"""Sums of log-probs of both answers, by id of the preference."""
+
+
+class PreferenceRecorder:
+    """Writes preferences as a step of the sample store: a group is a prompt with its two answers,
+    whose rewards are the labels, NaN for an answer to another prompt. spool: where answers lie
+    until they are in a step."""
+
+    def __init__(self, config: RunConfig, spool: Path, tokenizer: TextTokenizer):
+        self._config = config
+        self._spool = spool
+        self._tokenizer = tokenizer
+        self._numbers = itertools.count()
+
+    def groups(self, preferences: Sequence[Preference], reference: Scores) -> list[ScoredGroup]:
+        """Write the answers; returns their groups, with the scores of the reference as component
+        where they are given."""
+        groups = [RolloutGroup(one.prompt, one.answers, 0) for one in preferences]
+        path = self._spool / f"preferences-{next(self._numbers):06d}"
+        stored = store_groups(path, groups, recorded_shape(self._config))
+        scored = []
+        for one, group in zip(preferences, stored, strict=True):
+            components = {}
+            if reference:
+                components[REFERENCE] = np.array(reference[one.prompt.prompt_id])
+            scored.append(ScoredGroup(group, components, np.array(one.labels, np.float64)))
+        return scored
+
+    def record(
+        self, directory: Path, groups: Sequence[ScoredGroup], num_updates: int, facts: StepFacts
+    ) -> None:
+        """Make a step of them; both answers of a pair are never apart."""
+        record_step(
+            directory,
+            groups,
+            num_updates,
+            facts,
+            self._tokenizer.decode,
+            together=self._config.compares_pairs,
+        )
+
+
+class AnswerScorer:
+    """Asks the trainer what its weights think of answers."""
+
+    def __init__(self, recorder: PreferenceRecorder, trainer: TrainerLink, scratch: Path):
+        self._recorder = recorder
+        self._trainer = trainer
+        self._scratch = scratch
+
+    async def scores(self, preferences: Sequence[Preference]) -> Scores:
+        """Sums of log-probs of both answers of each, over the trainer's present weights."""
+        found: Scores = {}
+        for start in range(0, len(preferences), _AT_ONCE):
+            part = preferences[start : start + _AT_ONCE]
+            groups = await asyncio.to_thread(self._recorder.groups, part, {})
+            domains = list(dict.fromkeys(one.prompt.domain for one in part))
+            facts = StepFacts(domains=domains)
+            await asyncio.to_thread(self._recorder.record, self._scratch, groups, 1, facts)
+            rows = await self._trainer.call(ScoreAnswers(self._scratch))
+            for number, one in enumerate(part):
+                found[one.prompt.prompt_id] = (rows[2 * number], rows[2 * number + 1])
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        return found
+
+
+class ReferenceScores:
+    """The reference's log-probs, in files below `reference/` of the run: each is computed once,
+    before the first step of an attempt, when the trainer has the weights that the run began with.
+    """
+
+    def __init__(
+        self, config: RunConfig, run_dir: RunDir, scorer: AnswerScorer, trainer: TrainerLink
+    ):
+        self._config = config
+        self._run_dir = run_dir
+        self._scorer = scorer
+        self._trainer = trainer
+
+    async def load(self, wanted: Sequence[Preference]) -> Scores:
+        """The scores of `wanted`; those that no file has are computed and written.
+
+        Raises DataError: the files are of another model, or damaged."""
+        known = self._read()
+        missing = [one for one in wanted if one.prompt.prompt_id not in known]
+        if not missing:
+            return known
+        show_phase("reference")
+        show("message", text=f"computing the reference's log-probs of {len(missing)} preferences")
+        reference = self._config.preferences.reference
+        if reference is not None:
+            await self._trainer.call(TakeWeights(reference))
+        for start in range(0, len(missing), _AT_ONCE):
+            found = await self._scorer.scores(missing[start : start + _AT_ONCE])
+            known |= found
+            self._write(found)
+        if reference is not None:
+            await self._trainer.call(TakeWeights(self._initial_model))
+        return known
+
+    @property
+    def _initial_model(self) -> Path:
+        return self._config.model.path or self._run_dir.model
+
+    @property
+    def _model(self) -> str:
+        """What the files are of."""
+        return str(self._config.preferences.reference or self._initial_model)
+
+    def _write(self, found: Scores) -> None:
+        self._run_dir.reference.mkdir(exist_ok=True)
+        number = len(list(self._run_dir.reference.glob("*.json")))
+        text = json.dumps({"model": self._model, "scores": found})
+        write_atomically(self._run_dir.reference / f"{number:06d}.json", text)
+
+    def _read(self) -> Scores:
+        known: Scores = {}
+        for file in sorted(self._run_dir.reference.glob("*.json")):
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if values["model"] != self._model:
+                raise DataError(
+                    f"the reference's log-probs are of {values['model']}, and the reference is "
+                    f"{self._model}",
+                    where=str(file),
+                    remedy="resume with the recipe of the run, or start a new one",
+                )
+            for name, (first, second) in values["scores"].items():
+                known[name] = (first, second)
+        return known
+
+
+class PreferenceSteps:
+    """Stands in the place of `StepSampler`: draws preferences and records them.
+
+    Attributes:
+        sampler: Draws their prompts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        *,
+        sampler: PromptSampler,
+        preferences: Preferences,
+        reference: Scores,
+        recorder: PreferenceRecorder,
+    ):
+        self._config = config
+        self._run_dir = run_dir
+        self.sampler = sampler
+        self._preferences = preferences
+        self._reference = reference
+        self._recorder = recorder
+
+    async def sample(
+        self,
+        step: int,
+        *,
+        on_drawn: Callable[[], None] = lambda: None,
+        before_recording: Callable[[], Awaitable[None]] | None = None,
+    ) -> RecordedStep:
+        """As `StepSampler.sample`."""
+        directory = self._run_dir.step_store(step)
+        if is_recorded(directory):
+            recorded = read_manifest(directory)
+            load_sampling(recorded.sampler, self.sampler, None)
+            on_drawn()
+            return RecordedStep(step, directory, recorded)
+        started = time.perf_counter()
+        prompts = self.sampler.draw(self._config.batch.num_prompts)
+        state = sampling_state(self.sampler, None)
+        on_drawn()
+        drawn = [self._preferences.by_id[prompt.prompt_id] for prompt in prompts]
+        groups = await asyncio.to_thread(self._recorder.groups, drawn, self._reference)
+        facts = StepFacts(
+            kind="rl",
+            step=step,
+            version=step,
+            domains=[domain.name for domain in self._config.domains],
+            sampler=state,
+            metrics=_metrics(drawn),
+            extremes=extremes(step, groups, self._config.telemetry.samples_per_step),
+        )
+        if before_recording is not None:
+            await before_recording()
+        num_updates = self._config.batch.updates_per_rollout
+        await asyncio.to_thread(self._recorder.record, directory, groups, num_updates, facts)
+        seconds = {"data": time.perf_counter() - started}
+        return RecordedStep(step, directory, facts, seconds, fresh=True)
+
+
+def _metrics(drawn: Sequence[Preference]) -> dict[str, float]:
+    lengths = []
+    for one in drawn:
+        for answer, label in zip(one.answers, one.labels, strict=True):
+            if not math.isnan(label):
+                lengths.append(answer.num_tokens)
+    return {
+        "sampling/skipped_steps": 0.0,
+        "batch/num_samples": float(len(lengths)),
+        "batch/num_tokens": float(sum(lengths)),
+        "response/length_mean": float(np.mean(lengths)),
+        "response/length_max": float(max(lengths)),
+        "prompt/length_mean": float(np.mean([len(one.prompt.token_ids) for one in drawn])),
+    }
+
+
+def drawn_preferences(
+    config: RunConfig, preferences: Preferences, sampler: PromptSampler
+) -> list[Preference]:
+    """All that the run looks at: kept out of training, and drawn in some step. sampler: one that
+    has drawn nothing; it is used up."""
+    splits = preferences.splits
+    ids = [prompt.prompt_id for prompt in (*splits.heldout, *splits.validation)]
+    num_train = sum(len(prompts) for prompts in splits.train.values())
+    if config.num_steps * config.batch.num_prompts >= num_train:
+        for prompts in splits.train.values():
+            ids += [prompt.prompt_id for prompt in prompts]
+    else:
+        for _ in range(config.num_steps):
+            ids += [prompt.prompt_id for prompt in sampler.draw(config.batch.num_prompts)]
+    return [preferences.by_id[name] for name in dict.fromkeys(ids)]
+
+
+class PreferenceEvaluator:
+    """Accuracy of the trainer's weights on preferences that are not trained, by domain: the share
+    of pairs whose chosen answer has the higher score, ties count half; of answers with labels, the
+    share on the right side of KTO's baseline."""
+
+    def __init__(
+        self, config: RunConfig, preferences: Preferences, reference: Scores, scorer: AnswerScorer
+    ):
+        self._settings = config.preferences
+        self._preferences = preferences
+        self._reference = reference
+        self._scorer = scorer
+
+    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
+        """Accuracy over all of them; NaN without any."""
+        results = await self.evaluate(prompts)
+        return results["all"].get("accuracy", math.nan)
+
+    async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
+        """By domain, and over all as `all`: `accuracy`, `loss` and, of pairs, `margin`."""
+        if not prompts:
+            return {"all": {"prompts": 0.0}}
+        chosen = [self._preferences.by_id[prompt.prompt_id] for prompt in prompts]
+        scores = await self._scorer.scores(chosen)
+        by_domain: dict[str, list[Preference]] = {}
+        for one in chosen:
+            by_domain.setdefault(one.prompt.domain, []).append(one)
+        results: Results = {}
+        for domain, members in by_domain.items():
+            results[domain] = self._measured(members, scores)
+        results["all"] = over_domains(results, len(prompts))
+        return results
+
+    def _measured(self, members: Sequence[Preference], scores: Scores) -> dict[str, float]:
+        values = torch.tensor(
+            [self._score(one, scores[one.prompt.prompt_id]) for one in members],
+            dtype=torch.float64,
+        )
+        first, second = values.unbind(1)
+        found = {"prompts": float(len(members))}
+        if self._settings.is_paired:
+            losses = pair_losses(self._settings, first, second)
+            right = (first > second).double() + 0.5 * (first == second).double()
+            found["margin"] = float(self._settings.beta * (first - second).mean())
+        else:
+            labels = torch.tensor([one.labels[0] == 1 for one in members])
+            baseline = kto_baseline(second)
+            losses = kto_loss(first, labels, baseline, self._settings.beta)
+            right = ((first > baseline) == labels).double()
+        found["loss"] = float(losses.mean())
+        found["accuracy"] = float(right.mean())
+        found["accuracy_low"], found["accuracy_high"] = wilson(found["accuracy"], len(members))
+        return found
+
+    def _score(self, one: Preference, sums: tuple[float, float]) -> list[float]:
+        """Scores of both answers (`algorithms.preferences`)."""
+        found = []
+        reference = self._reference.get(one.prompt.prompt_id, (0.0, 0.0))
+        for total, of_reference, answer in zip(sums, reference, one.answers, strict=True):
+            score = total - of_reference
+            if self._settings.takes_means:
+                score /= answer.num_tokens
+            found.append(score)
+        return found

@@ -1,0 +1,257 @@
+"""From a recipe to the preferences of a run: rows, templates, tokens, splits by prompt.
+
+A preference is trained as a prompt with two answers: the chosen and the rejected one; or, where
+answers have labels, the labelled one and an answer to another prompt, of which KTO's baseline is
+made. Which other answer that is depends on nothing but the data, so that reference log-probs can
+be computed once."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.data.dataset_answers import DatasetAnswers, unsampled
+from grpo_megatron.data.preference_rows import PreferenceRow, preference_of
+from grpo_megatron.data.prompts import Splits, share, text_hash, tokenised
+from grpo_megatron.data.row_files import read_rows
+from grpo_megatron.data.sources import is_of_domain, known_arguments
+from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import Completion, Prompt
+
+_NO_LABEL = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A prompt with two answers."""
+
+    prompt: Prompt
+    """Its id is that of the preference: of the tokens of the prompt and of both answers."""
+    answers: tuple[Completion, Completion]
+    labels: tuple[float, float]
+    """1: chosen or desirable; 0: rejected or undesirable; NaN: an answer to another prompt."""
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """All preferences of a run."""
+
+    splits: Splits
+    """Their prompts, one for each preference; equal prompts are in the same split."""
+    by_id: Mapping[str, Preference]
+    """By the id of their prompt."""
+    dropped: Mapping[str, int]
+    """How many rows are not trained, by what is wrong with them, as text with the domain."""
+
+
+def read_preferences(domain: DomainConfig, *, is_paired: bool) -> Iterable[PreferenceRow]:
+    """At most `domain.num_problems` rows of a domain's file or folder, one after another.
+
+    DataError for what is no preference, and where there is none."""
+    path = domain.path
+    assert path is not None  # rule domain_source
+    arguments = known_arguments(domain, ("domain_field", "split"))
+    count = 0
+    for where, fields in read_rows(path, arguments.get("split")):
+        if count == domain.num_problems:
+            break
+        if is_of_domain(domain, where, fields):
+            count += 1
+            yield preference_of(where, fields, domain, is_paired=is_paired)
+    if count == 0:
+        raise DataError(
+            f"no preferences for domain {domain.name!r}",
+            where=str(path),
+            remedy="the file is empty, or no row is of this domain",
+        )
+
+
+def refuse_bad_preferences(config: RunConfig) -> None:
+    """Read all rows of all domains whose files are there. DataError as of `read_preferences`, and
+    where a domain has no row that can be trained."""
+    for domain in config.domains:
+        if domain.path is None or not domain.path.exists():
+            continue
+        num_sound = 0
+        reasons: Counter[str] = Counter()
+        for row in read_preferences(domain, is_paired=config.compares_pairs):
+            reason = _reason_to_drop(row)
+            if reason:
+                reasons[reason] += 1
+            else:
+                num_sound += 1
+        if num_sound == 0:
+            raise _nothing_left(domain, reasons)
+
+
+def load_preferences(config: RunConfig, tokenizer: TextTokenizer) -> Preferences:
+    """Every preference of the recipe, tokenised, deduplicated and split.
+
+    Left out, and counted, are those with an empty answer, with equal answers, and those longer than
+    `rollout.max_model_len`. DataError where nothing of a domain is left."""
+    found: list[Preference] = []
+    dropped: dict[str, int] = {}
+    for domain in config.domains:
+        reasons: Counter[str] = Counter()
+        of_domain = _of_domain(config, domain, tokenizer, reasons)
+        if not of_domain:
+            raise _nothing_left(domain, reasons)
+        for reason, count in reasons.items():
+            dropped[f"domain {domain.name!r}: {count} {reason}"] = count
+        found += of_domain
+    by_id: dict[str, Preference] = {}
+    for preference in found:
+        by_id.setdefault(preference.prompt.prompt_id, preference)
+    num_duplicates = len(found) - len(by_id)
+    if num_duplicates:
+        dropped[f"{num_duplicates} that occur before"] = num_duplicates
+    prompts = [preference.prompt for preference in by_id.values()]
+    splits = split_by_prompt(
+        prompts, num_heldout=config.data.num_heldout, num_validation=config.data.num_validation
+    )
+    return Preferences(splits, by_id, dropped)
+
+
+def _of_domain(
+    config: RunConfig, domain: DomainConfig, tokenizer: TextTokenizer, reasons: Counter[str]
+) -> list[Preference]:
+    rows = []
+    for row in read_preferences(domain, is_paired=config.compares_pairs):
+        reason = _reason_to_drop(row)
+        if reason:
+            reasons[reason] += 1
+        else:
+            rows.append(row)
+    prompts = tokenised(domain, [row.problem for row in rows], tokenizer)
+    encoder = DatasetAnswers([domain], tokenizer, longest=np.iinfo(np.int64).max)
+    found = []
+    longest = config.rollout.max_model_len
+    for row, prompt in zip(rows, prompts, strict=True):
+        answers = [encoder.completion(0, prompt, text) for text in row.answers]
+        num_tokens = len(prompt.token_ids) + max(answer.num_tokens for answer in answers)
+        if num_tokens > longest or not prompt.token_ids:
+            reasons[f"longer than rollout.max_model_len ({longest} tokens)"] += 1
+            continue
+        found.append((row, prompt, answers))
+    if config.compares_pairs:
+        return [_pair(row, prompt, answers) for row, prompt, answers in found]
+    labelled = []
+    for row, prompt, answers in found:
+        for answer, label in zip(answers, row.labels, strict=True):
+            labelled.append((prompt, answer, label))
+    return _with_other_answers(labelled, longest, domain)
+
+
+def _pair(row: PreferenceRow, prompt: Prompt, answers: Sequence[Completion]) -> Preference:
+    chosen, rejected = answers
+    prompt = _with_id(prompt, (chosen, rejected), "pair")
+    return Preference(prompt, (chosen, rejected), (1.0, 0.0), row.margin)
+
+
+def _with_other_answers(
+    labelled: Sequence[tuple[Prompt, Completion, float]], longest: int, domain: DomainConfig
+) -> list[Preference]:
+    """Give every labelled answer an answer to the next other prompt, in the order of hashes; it is
+    cut where it would be too long."""
+    if len({prompt.text for prompt, _, _ in labelled}) < 2:
+        raise DataError(
+            f"domain {domain.name!r} has one prompt only, and KTO's baseline needs answers to "
+            "other prompts",
+            where=str(domain.path),
+            remedy="add rows with other prompts",
+        )
+    ordered = sorted(labelled, key=lambda one: (text_hash(one[0].text), one[1].text))
+    count = len(ordered)
+    found = []
+    for place, (prompt, answer, label) in enumerate(ordered):
+        distance = 1
+        while ordered[(place + distance) % count][0].text == prompt.text:
+            distance += 1
+        other = ordered[(place + distance) % count][1]
+        room = longest - len(prompt.token_ids)
+        if other.num_tokens > room:
+            other = _shortened(other, room)
+        prompt = _with_id(prompt, (answer, other), f"label {label:g}")
+        found.append(Preference(prompt, (answer, other), (label, _NO_LABEL)))
+    return found
+
+
+def _shortened(answer: Completion, num_tokens: int) -> Completion:
+    ids = answer.token_ids[:num_tokens].tolist()
+    return unsampled(ids, 0, "length", answer.text)
+
+
+def _with_id(prompt: Prompt, answers: Sequence[Completion], kind: str) -> Prompt:
+    """The prompt under the id of the preference."""
+    digest = hashlib.sha256(kind.encode())
+    digest.update(np.array(prompt.token_ids, np.int32).tobytes())
+    for answer in answers:
+        digest.update(b"\0" + answer.token_ids.astype(np.int32).tobytes())
+    return Prompt(
+        f"{prompt.domain}-{digest.hexdigest()[:24]}",
+        prompt.domain,
+        prompt.text,
+        prompt.token_ids,
+        answers[0].text,
+        prompt.metadata,
+        prompt.question,
+    )
+
+
+def _reason_to_drop(row: PreferenceRow) -> str:
+    """Why the texts of a row teach nothing; empty: they may."""
+    if not all(answer.strip() for answer in row.answers):
+        return "with an empty answer"
+    if len(row.answers) == 2 and row.answers[0] == row.answers[1]:
+        return "with equal answers"
+    return ""
+
+
+def _nothing_left(domain: DomainConfig, reasons: Mapping[str, int]) -> DataError:
+    told = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    return DataError(
+        f"nothing of domain {domain.name!r} can be trained: {told}",
+        where=str(domain.path),
+        remedy="correct the file, or raise rollout.max_model_len",
+    )
+
+
+def split_by_prompt(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
+    """Take at least so many held-out and validation preferences by the hash of their prompts' text,
+    shared out over domains; those of equal prompts stay together."""
+    train: dict[str, list[Prompt]] = {}
+    for prompt in sorted(prompts, key=lambda prompt: (text_hash(prompt.text), prompt.prompt_id)):
+        train.setdefault(prompt.domain, []).append(prompt)
+    train = {name: train[name] for name in dict.fromkeys(prompt.domain for prompt in prompts)}
+    sizes = {name: len(members) for name, members in train.items()}
+    num_heldout_of = share(num_heldout, sizes)
+    num_validation_of = share(num_validation, sizes)
+    heldout: list[Prompt] = []
+    validation: list[Prompt] = []
+    kept = {}
+    for name, members in train.items():
+        first = _end_of_prompt(members, num_heldout_of[name])
+        second = _end_of_prompt(members, first + num_validation_of[name])
+        heldout += members[:first]
+        validation += members[first:second]
+        kept[name] = tuple(members[second:])
+        if not kept[name]:
+            raise DataError(
+                f"domain {name!r} has {sizes[name]} preferences, and {first} held-out and "
+                f"{second - first} validation ones leave none for training",
+                where="[data] num_heldout, num_validation",
+                remedy="add rows, or lower num_heldout or num_validation",
+            )
+    return Splits(kept, tuple(validation), tuple(heldout), 0)
+
+
+def _end_of_prompt(prompts: Sequence[Prompt], place: int) -> int:
+    """The first place from `place` on at which another prompt begins."""
+    while 0 < place < len(prompts) and prompts[place].text == prompts[place - 1].text:
+        place += 1
+    return min(place, len(prompts))

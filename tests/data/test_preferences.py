@@ -1,0 +1,180 @@
+"""Rows of preferences in the formats in which they are published, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.data.preference_rows import preference_of
+from grpo_megatron.data.preferences import load_preferences, refuse_bad_preferences
+from grpo_megatron.data.prompt_text import tokenizer_directory
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.errors import DataError
+
+USER = {"role": "user", "content": "1 + 1?"}
+TWO = {"role": "assistant", "content": "2"}
+THREE = {"role": "assistant", "content": "3"}
+PLAIN = DomainConfig(name="d", source="file", path="x")
+CHAT = PLAIN.model_copy(update={"template": "chat"})
+
+
+def read(fields: dict, domain: DomainConfig = CHAT, *, is_paired: bool = True):
+    return preference_of("rows:1", fields, domain, is_paired=is_paired)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"},
+        {"question": "1 + 1?", "chosen": "2", "rejected": "3"},
+        {"prompt": [USER], "chosen": [TWO], "rejected": [THREE]},
+        {"messages": [USER], "chosen": "2", "rejected": "3"},
+        {"messages": [USER, TWO], "prompt": "x", "chosen": "2", "rejected": "3"},
+        {"chosen": [USER, TWO], "rejected": [USER, THREE]},
+        {"prompt": "1 + 1?", "chosen": [USER, TWO], "rejected": [USER, THREE], "score": 1.5},
+    ],
+    ids=lambda fields: ", ".join(fields),
+)
+def test_formats_of_pairs(fields):
+    row = read(fields)
+    assert row.problem.question == "1 + 1?"
+    assert (row.answers, row.labels) == (("2", "3"), (1.0, 0.0))
+
+
+def test_several_turns_before_the_answers():
+    before = [{"role": "system", "content": "be brief"}, USER, TWO, USER]
+    row = read({"chosen": [*before, TWO], "rejected": [*before, THREE]})
+    assert row.problem.metadata["messages"] == before
+
+
+def test_labels_and_pairs_that_become_labels():
+    row = read({"prompt": "1 + 1?", "completion": "2", "label": True}, is_paired=False)
+    assert (row.answers, row.labels) == (("2",), (1.0,))
+    row = read({"prompt": [USER], "completion": [THREE], "label": 0}, is_paired=False)
+    assert (row.answers, row.labels) == (("3",), (0.0,))
+    row = read({"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}, is_paired=False)
+    assert (row.answers, row.labels) == (("2", "3"), (1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "x", "rejected": "3"}, "no 'chosen'"),
+        ({"prompt": "x", "chosen": "2", "rejected": None}, "no 'rejected'"),
+        ({"prompt": "x", "answer": "2"}, "neither 'chosen'"),
+        ({"chosen": "2", "rejected": "3"}, "no field"),
+        ({"prompt": " ", "chosen": "2", "rejected": "3"}, "is empty"),
+        ({"prompt": "x", "chosen": 2, "rejected": "3"}, "'chosen' is int"),
+        ({"chosen": [USER], "rejected": [USER, TWO]}, "last message of 'chosen'"),
+        ({"chosen": [USER, TWO], "rejected": [USER, TWO, USER, TWO]}, "differ before"),
+        ({"prompt": "x", "completion": "2", "label": True}, "compares two answers"),
+        ({"prompt": "x", "chosen": "2", "rejected": "3", "margin": "big"}, "'margin' is str"),
+    ],
+)
+def test_refused_rows(fields, message):
+    with pytest.raises(DataError, match=message) as error:
+        read(fields)
+    assert "rows:1" in str(error.value)
+
+
+@pytest.mark.parametrize("label", ["true", None, 2, 0.5])
+def test_refused_labels(label):
+    with pytest.raises(DataError, match="expected true or false"):
+        read({"prompt": "x", "completion": "2", "label": label}, is_paired=False)
+
+
+def test_conversations_need_the_chat_template():
+    with pytest.raises(DataError, match="no template of one question"):
+        read({"chosen": [USER, TWO], "rejected": [USER, THREE]}, PLAIN)
+
+
+# --- whole files
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    with tokenizer_directory(recipe("x").model) as directory:
+        return load_tokenizer(directory)
+
+
+def recipe(path, **changes) -> RunConfig:
+    values = {
+        "name": "case",
+        "kind": "preferences",
+        "model": {"preset": "tiny-qwen3-moe"},
+        "domains": [{"name": "sums", "source": "file", "path": str(path)}],
+        "data": {"num_validation": 0, "num_heldout": 2},
+        "rollout": {"max_new_tokens": 8, "max_model_len": 16},
+    }
+    return RunConfig.model_validate({**values, **changes})
+
+
+def write(folder, rows: list[dict]):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(count: int) -> list[dict]:
+    return [
+        {"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": str(n + 2)} for n in range(count)
+    ]
+
+
+def test_what_is_left_out_is_counted(tmp_path, tokenizer):
+    rows = [
+        *pairs(6),
+        {"prompt": "7 + 1 =", "chosen": "8", "rejected": "8"},
+        {"prompt": "8 + 1 =", "chosen": " ", "rejected": "8"},
+        {"prompt": "9 + 1 =", "chosen": "1" * 20, "rejected": "8"},
+        pairs(1)[0],
+    ]
+    found = load_preferences(recipe(write(tmp_path, rows)), tokenizer)
+    assert len(found.by_id) == 6
+    told = "; ".join(found.dropped)
+    for reason in ("1 with equal answers", "1 with an empty answer", "1 longer than", "1 that"):
+        assert reason in told
+    [one] = [one for one in found.by_id.values() if one.prompt.text == "0 + 1 ="]
+    assert one.answers[0].text == "1" and one.answers[0].token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_equal_prompts_are_in_one_split(tmp_path, tokenizer):
+    rows = [row | {"rejected": str(wrong)} for row in pairs(8) for wrong in (50, 60, 70)]
+    found = load_preferences(recipe(write(tmp_path, rows)), tokenizer)
+    assert len(found.by_id) == 24
+    heldout = {prompt.text for prompt in found.splits.heldout}
+    trained = {prompt.text for prompt in found.splits.train["sums"]}
+    assert not heldout & trained
+    assert len(found.splits.heldout) == 3  # all pairs of one prompt, for two that were asked for
+
+
+def test_labelled_answers_have_one_to_another_prompt(tmp_path, tokenizer):
+    config = recipe(write(tmp_path, pairs(5)), preferences={"loss": "kto"})
+    found = load_preferences(config, tokenizer)
+    assert len(found.by_id) == 10
+    for one in found.by_id.values():
+        assert one.labels[0] in (0.0, 1.0) and math.isnan(one.labels[1])
+        right = str(int(one.prompt.text.split()[0]) + 1)
+        assert one.answers[1].text not in (right, str(int(right) + 1)) or right != "x"
+    again = load_preferences(config, tokenizer)
+    assert list(again.by_id) == list(found.by_id)
+    assert all(
+        np.array_equal(one.answers[1].token_ids, again.by_id[name].answers[1].token_ids)
+        for name, one in found.by_id.items()
+    )
+
+
+def test_a_bad_row_far_down_is_found_before_anything_starts(tmp_path):
+    config = recipe(write(tmp_path, [*pairs(200), {"prompt": "x", "chosen": "1"}]))
+    with pytest.raises(DataError, match=r"rows.jsonl:201"):
+        refuse_bad_preferences(config)
+
+
+def test_a_file_of_equal_answers_only(tmp_path):
+    rows = [row | {"rejected": row["chosen"]} for row in pairs(3)]
+    with pytest.raises(DataError, match="3 with equal answers"):
+        refuse_bad_preferences(recipe(write(tmp_path, rows)))

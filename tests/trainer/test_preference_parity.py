@@ -1,0 +1,125 @@
+"""Losses and gradients of preferences do not depend on the layout, and are those of the formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_megatron.algorithms.preferences import REFERENCE, pair_losses
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.preferences import PreferencesConfig
+from tests.trainer.preference_ranks import write_preferences
+from tests.trainer.test_layout_parity import LAYOUTS_2, LAYOUTS_4
+
+STEP = "tests.trainer.preference_ranks:preference_step"
+TOLERANCE = 1e-5
+LOSSES = {
+    "dpo": {"loss": "dpo", "label_smoothing": 0.1},
+    "dpo_mean": {"loss": "dpo", "length_normalised": True, "beta": 5.0},
+    "hinge": {"loss": "hinge"},
+    "ipo": {"loss": "ipo"},
+    "kto": {"loss": "kto", "undesirable_weight": 1.3},
+    "simpo": {"loss": "simpo", "beta": 2.0},
+    "orpo": {"loss": "orpo"},
+}
+GATE = {name: LOSSES[name] for name in ("dpo", "kto")}
+DPO = {"dpo": LOSSES["dpo"]}
+APART = {"share_prefixes": False}
+OF_PACKING = ("batch/computed_token_fraction", "routing/split_prompts")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preferences")
+    return {
+        "pairs": write_preferences(folder / "pairs", is_paired=True),
+        "labelled": write_preferences(folder / "labelled", is_paired=False),
+    }
+
+
+def on_one_rank(world1, model: str, recorded: dict, settings: dict) -> dict:
+    """Nothing shared, all in one micro-batch."""
+    layout = {**APART, "max_tokens_per_microbatch": 4096}
+    return world1.run(STEP, model=model, layout=layout, settings=settings, **recorded)
+
+
+@pytest.fixture(scope="module")
+def few_losses(world1, moe_model, recorded):
+    return on_one_rank(world1, moe_model, recorded, GATE)
+
+
+@pytest.fixture(scope="module")
+def reference(world1, moe_model, recorded):
+    return on_one_rank(world1, moe_model, recorded, LOSSES)
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    for name, of_loss in found.items():
+        theirs = expected[name]
+        np.testing.assert_allclose(of_loss["scores"], theirs["scores"], rtol=TOLERANCE)
+        for metric, value in theirs["metrics"].items():
+            if metric not in OF_PACKING:
+                assert of_loss["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-6)
+        np.testing.assert_allclose(of_loss["norm"], theirs["norm"], rtol=TOLERANCE)
+        for tensor, values in theirs["tensors"].items():
+            worst = np.abs(of_loss["tensors"][tensor] - values).max()
+            scale = max(np.abs(values).max(), 1e-3)
+            assert worst <= TOLERANCE * scale, f"{name}, {tensor}: {worst} of {scale}"
+
+
+@pytest.mark.matrix
+def test_the_loss_is_the_formula_of_the_scores(reference, recorded):
+    table = SampleTable(Path(recorded["pairs"]))
+    for name in ("dpo", "dpo_mean", "hinge", "ipo", "simpo"):
+        settings = PreferencesConfig(**LOSSES[name])
+        scores = reference[name]["scores"].copy()
+        if settings.has_reference:
+            scores -= table.components[REFERENCE]
+        if settings.takes_means:
+            scores /= table.policy_lengths
+        chosen, rejected = torch.from_numpy(scores[0::2]), torch.from_numpy(scores[1::2])
+        losses = pair_losses(settings, chosen, rejected)
+        metrics = reference[name]["metrics"]
+        assert metrics["preference/loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert metrics["preference/loss@odd"] == pytest.approx(losses[1::2].mean().item(), rel=1e-5)
+        right = (chosen > rejected).double().mean().item()
+        assert metrics["preference/accuracy"] == pytest.approx(right)
+
+
+@pytest.mark.matrix
+def test_orpo_adds_the_likelihood_of_chosen_tokens(reference, recorded):
+    table = SampleTable(Path(recorded["pairs"]))
+    chosen = table.reward == 1
+    nll = -reference["orpo"]["scores"][chosen].sum() / table.policy_lengths[chosen].sum()
+    metrics = reference["orpo"]["metrics"]
+    assert metrics["loss/nll"] == pytest.approx(nll, rel=1e-5)
+    assert metrics["loss/value"] == pytest.approx(nll + metrics["preference/loss"], rel=1e-5)
+
+
+def test_micro_batches_and_shared_prompts_on_one_rank(world1, few_losses, moe_model, recorded):
+    found = world1.run(STEP, model=moe_model, layout={}, settings=GATE, **recorded)
+    assert found["dpo"]["metrics"]["batch/computed_token_fraction"] < 1
+    assert_same(found, few_losses)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2_sp", "pp2"])
+def test_two_ranks(world2, few_losses, moe_model, recorded, layout):
+    found = world2.run(STEP, model=moe_model, layout=LAYOUTS_2[layout], settings=DPO, **recorded)
+    assert_same(found, few_losses)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS_2)
+def test_every_loss_on_two_ranks(world2, reference, moe_model, recorded, layout):
+    found = world2.run(STEP, model=moe_model, layout=LAYOUTS_2[layout], settings=LOSSES, **recorded)
+    assert_same(found, reference)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS_4)
+def test_four_ranks(world4, reference, moe_model, recorded, layout):
+    found = world4.run(STEP, model=moe_model, layout=LAYOUTS_4[layout], settings=GATE, **recorded)
+    assert_same(found, reference)
