@@ -33,6 +33,10 @@ _HABITS: dict[str, str] = {
     "ppo_epochs": "epochs",
     "num_iterations": "epochs",
     "top_entropy_quantile": "top_entropy_share",
+    "m2_threshold": "m2po_limit",
+    "prox_logp_method": "proximal",
+    "fipo_decay_rate": "future_kl_half_life",
+    "drpo_epsilon": "drpo_delta",
     "max_tokens": "max_new_tokens",
     "grad_clip": "clip_grad",
 }
