@@ -1,6 +1,7 @@
 """A turn's text as the environment and as the chat template want it."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,11 @@ from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.tool_calls import call_format
 from grpo_megatron.environments.protocol import Reply, ToolSchema
 from grpo_megatron.rollout.tool_parsers import ReadReply, ToolCallReader
+
+
+_importing = threading.Lock()
+"""Domains load their parsers side by side, and transformers, which these import, is found without
+its names where two threads import it for the first time at once."""
 
 
 class ReplyReader:
@@ -42,4 +48,5 @@ class ReplyReader:
 
     def _reader_of_calls(self) -> ToolCallReader:
         format_name = call_format(self._tool_format, self._template)
-        return ToolCallReader(format_name, self._tokenizer_directory)
+        with _importing:
+            return ToolCallReader(format_name, self._tokenizer_directory)

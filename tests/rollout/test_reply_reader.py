@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -49,6 +50,28 @@ def test_parsers_are_made_once_in_a_thread(monkeypatch):
     assert reader("a", [TOOL], 0).reply.text == "a"
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
+
+
+def test_domains_load_their_parsers_one_after_the_other(monkeypatch):
+    """They import transformers, which two threads must not import at once."""
+    running = []
+    most = []
+
+    class Reader:
+        def __init__(self, format_name, directory):
+            running.append(directory)
+            most.append(len(running))
+            time.sleep(0.02)
+            running.remove(directory)
+
+    monkeypatch.setattr(reply_reader, "ToolCallReader", Reader)
+    readers = [ReplyReader("hermes", None, number) for number in range(4)]
+
+    async def load_all():
+        await asyncio.gather(*(reader.load([TOOL]) for reader in readers))
+
+    asyncio.run(load_all())
+    assert most == [1, 1, 1, 1]
 
 
 def test_a_turn_is_sampled_while_parsers_are_loaded():
