@@ -10,7 +10,6 @@ from grpo_megatron.data.tool_calls import call_format
 from grpo_megatron.environments.protocol import Reply, ToolSchema
 from grpo_megatron.rollout.tool_parsers import ReadReply, ToolCallReader
 
-
 _importing = threading.Lock()
 """Domains load their parsers side by side, and transformers, which these import, is found without
 its names where two threads import it for the first time at once."""
