@@ -372,9 +372,11 @@ class RolloutConfig(Strict):
 class PublishConfig(Strict):
     """Weight publishing from the trainer to the servers."""
 
-    method: Literal["auto", "nccl", "gloo", "file"] = "auto"
-    """`nccl`: from GPU to GPU; `gloo`: through host memory; `auto`: NCCL where trainer and engines
-    have GPUs of their own, else gloo; `file`: safetensors and `reload_weights`."""
+    method: Literal["auto", "nccl", "ipc", "gloo", "file"] = "auto"
+    """`nccl`: from GPU to GPU; `ipc`: a receiver copies out of the sender's GPU memory where it can
+    read that (one node, a GPU that it sees), else through host memory; `gloo`: through host memory;
+    `auto`: NCCL where trainer and engines have GPUs of their own, IPC where they share them, gloo
+    without GPUs; `file`: safetensors and `reload_weights`."""
     pause: Literal["wait", "abort", "keep"] = "wait"
     """Requests in flight: `wait` for their end; with batch.max_staleness >= 1 also `abort` them and
     continue with new requests, or let the engine `keep` them, both under the new weights."""
@@ -665,17 +667,19 @@ class RunConfig(Strict):
         return tuple(domain.name for domain in self.domains if domain.episodes is not None)
 
     @property
-    def publish_carrier(self) -> Literal["gloo", "nccl"]:
+    def publish_carrier(self) -> Literal["gloo", "nccl", "ipc"]:
         """What carries weights, where they do not go through files.
 
-        A GPU cannot be twice in a group of NCCL, so trainers that share theirs take gloo."""
+        A GPU cannot be twice in a group of NCCL, so trainers that share theirs take IPC."""
         method = self.publish.method
-        if method == "nccl":
-            return "nccl"
+        if method == "nccl" or method == "ipc":
+            return method
         placement = self.placement
-        if method == "auto" and placement.gpus_per_node > 0 and placement.mode == "separate":
-            return "nccl"
-        return "gloo"
+        if method == "file" or method == "gloo" or placement.gpus_per_node == 0:
+            return "gloo"
+        if placement.mode == "colocated":
+            return "ipc"
+        return "nccl"
 
     @property
     def records_routes(self) -> bool:

@@ -23,6 +23,7 @@ from grpo_megatron.trainer.requests import (
     SendWeights,
 )
 from grpo_megatron.types import Completion, Prompt
+from grpo_megatron.weights.links import LinkKind
 
 LOGPROB_CHECK_TOKENS = 16
 _LOOK_S = 0.2
@@ -183,7 +184,15 @@ class Publisher:
         tensors = await self.trainer.call(DescribeWeights())
         kept = await control.kept_boxes(tensors)
         streams = await self.trainer.call(OpenTransfer(kept=kept))
-        await control.prepare(streams, lambda: self.trainer.call(JoinTransfer()))
+        links: dict[LinkKind, int] = {}
+
+        async def join() -> None:
+            found = await self.trainer.call(JoinTransfer())
+            links.update(found)
+
+        await control.prepare(streams, join)
+        told = ", ".join(f"{count} by {kind}" for kind, count in sorted(links.items()))
+        print(f"weights: {sum(links.values())} links from trainer to engines: {told}", flush=True)
 
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
         """Go on with the engines that still answer, or return; without a dead one, the error

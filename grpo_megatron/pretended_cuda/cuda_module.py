@@ -114,8 +114,12 @@ def _index_of(device: Any) -> int | None:
 
 def _properties(device: Any = None) -> SimpleNamespace:
     major, minor = CAPABILITY
+    index = _index_of(device)
+    if index is None:
+        index = current_device().index
     return SimpleNamespace(
         name="pretended GPU",
+        uuid=f"pretended-{index}",
         major=major,
         minor=minor,
         total_memory=MEMORY_BYTES,

@@ -12,7 +12,14 @@ import torch.utils._device
 from torch.utils._pytree import tree_map_only
 
 from grpo_megatron.errors import SetupError
-from grpo_megatron.pretended_cuda import VARIABLE, build, collectives, cuda_module, tensor
+from grpo_megatron.pretended_cuda import (
+    VARIABLE,
+    build,
+    collectives,
+    cuda_module,
+    shared_memory,
+    tensor,
+)
 from grpo_megatron.pretended_cuda.current import NUM_DEVICES
 from grpo_megatron.pretended_cuda.dispatch import PretendedCuda
 from grpo_megatron.pretended_cuda.tensor import PretendedTensor
@@ -45,6 +52,7 @@ def install_once() -> None:
         )
     cuda_module.install(library.set_device)
     collectives.install()
+    shared_memory.install()
     tensor.count_as_plain()
     _keep_parameters_through_conversions()
     _read_numbers_above_the_mode()

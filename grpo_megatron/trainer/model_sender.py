@@ -2,6 +2,7 @@
 
 Nothing is gathered; which part goes to which engine worker is planned in `weights.publish_plan`."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from grpo_megatron.errors import TransferError
 from grpo_megatron.network import own_address
 from grpo_megatron.weights.carriers import Carrier
 from grpo_megatron.weights.gather import PieceReader, ShardedModel, all_gathered
+from grpo_megatron.weights.links import LinkKind
 from grpo_megatron.weights.publish_plan import (
     HeldBox,
     Kept,
@@ -69,16 +71,26 @@ class ModelSender:
             opened.append(OpenedStream(host, port, self._carrier, stream))
         return opened
 
-    def join(self) -> None:
+    def join(self) -> dict[LinkKind, int]:
         """Wait until the engines' workers have joined.
 
-        Raises TransferError on every rank if not all of them do."""
+        Returns how many links between two members carry weights in which way. Raises TransferError
+        on every rank if not all of them do."""
 
         def join_all() -> None:
             for sender in self.senders:
                 sender.join(self._addresses[sender.number])
 
         self._together(join_all)
+        of_streams: list[Counter[LinkKind]] = []
+        for sender in self.senders:
+            if sender.group.rank == 0:  # every member of a stream knows all of its links
+                of_streams.append(sender.group.links())
+        kinds: Counter[LinkKind] = Counter()
+        for of_rank in all_gathered(of_streams):
+            for found in of_rank:
+                kinds.update(found)
+        return dict(kinds)
 
     def send(self, version: int) -> dict[str, str]:
         """Send everything once under weight version `version`.

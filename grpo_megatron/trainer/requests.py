@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 
 from grpo_megatron.weights.boxes import Box
+from grpo_megatron.weights.links import LinkKind
 from grpo_megatron.weights.publish_plan import OpenedStream
 from grpo_megatron.weights.tensor_entry import TensorEntry
 
@@ -178,8 +179,9 @@ class OpenTransfer(Request[list[OpenedStream]], frozen=True, kw_only=True, tag=T
     """What each worker of each replica keeps, by tensor name."""
 
 
-class JoinTransfer(Request[None], frozen=True, tag=True):
-    """Wait until the engines' workers have joined."""
+class JoinTransfer(Request[dict[LinkKind, int]], frozen=True, tag=True):
+    """Wait until the engines' workers have joined; the answer is how many links between two members
+    carry weights in which way."""
 
 
 class SendWeights(Request[dict[str, str]], frozen=True, kw_only=True, tag=True):

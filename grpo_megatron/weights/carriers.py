@@ -1,11 +1,11 @@
-"""What carries the messages of a publish: gloo through host memory, NCCL between GPUs.
+"""What carries the messages of a publish: gloo through host memory, NCCL between GPUs, or CUDA IPC
+where a receiver can read the sender's GPU memory, with gloo where it cannot.
 
-Both are process groups outside of torch's global one, of one stream each. Which one is chosen:
-`RunConfig.publish_carrier`."""
+gloo's and NCCL's are process groups outside of torch's global one, of one stream each; IPC has one
+of gloo for its handles. Which carrier is chosen: `RunConfig.publish_carrier`."""
 
 import os
 import socket
-import time
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any, Literal
@@ -16,14 +16,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from grpo_megatron.errors import TransferError
 
-Carrier = Literal["gloo", "nccl"]
-_POLL_S = 0.0002
+Carrier = Literal["gloo", "nccl", "ipc"]
 _REMEDY = "look for the first error in the logs of the trainer and of the engines"
 
 
 def message_device(carrier: Carrier) -> torch.device:
     """Return where messages lie: in host memory, or on this process's GPU."""
-    if carrier == "nccl":
+    is_on_gpu = carrier == "nccl" or (carrier == "ipc" and torch.cuda.is_available())
+    if is_on_gpu:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -63,7 +63,7 @@ def nccl_group(store: TCPStore, rank: int, size: int, timeout_s: float) -> Any:
     nccl: Any = distributed.ProcessGroupNCCL
     _meet(store, rank, size)
     options = nccl.Options()
-    # Waits have a limit of their own (`GpuWork`); NCCL's watchdog would end the whole process.
+    # Waits have a limit of their own (`NcclWork`); NCCL's watchdog would end the whole process.
     options._timeout = timedelta(seconds=10 * timeout_s)
     return nccl(PrefixStore("weights", store), rank, size, options)
 
@@ -73,25 +73,6 @@ def _meet(store: TCPStore, rank: int, size: int) -> None:
     here = PrefixStore("here", store)
     here.set(str(rank), "")
     here.wait([str(other) for other in range(size)])
-
-
-class GpuWork:
-    """A transmission between GPUs, for which the host waits, with a limit.
-
-    NCCL's own `wait` only makes the GPU's stream wait, and nobody would notice a member that has
-    gone."""
-
-    def __init__(self, work: Any, timeout_s: float):
-        self._work = work
-        self._deadline = time.monotonic() + timeout_s
-
-    def wait(self) -> None:
-        """Wait until the bytes have arrived, or left. Raises RuntimeError after the limit."""
-        while not self._work.is_completed():
-            if time.monotonic() > self._deadline:
-                raise RuntimeError("nothing came or went within the time limit")
-            time.sleep(_POLL_S)
-        self._work.wait()
 
 
 class Naming:

@@ -10,7 +10,7 @@ loads. Its header (publish, bucket, bytes, status) tells a disagreement or a fai
 digests of its pieces, taken before packing, are compared by every worker. Waits end after
 `timeout_s` with an error that names the other."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -24,7 +24,6 @@ from grpo_megatron.errors import MismatchError, TransferError
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.carriers import (
     Carrier,
-    GpuWork,
     Naming,
     gloo_group,
     listening_store,
@@ -32,6 +31,15 @@ from grpo_megatron.weights.carriers import (
     nccl_group,
 )
 from grpo_megatron.weights.digest import digest_of
+from grpo_megatron.weights.gpu_memory import Reach
+from grpo_megatron.weights.links import (
+    LinkKind,
+    NcclWork,
+    ReceivedFromGpu,
+    ReceivedThroughHost,
+    SentFromGpu,
+    SentThroughHost,
+)
 from grpo_megatron.weights.publish_plan import (
     Bucket,
     Message,
@@ -64,6 +72,7 @@ class StreamGroup:
         self._names += [f"engine worker {worker}" for worker in stream.workers]
         self._timeout_s = timeout_s
         self._group: Any = None
+        self._reach: Reach | None = None
         self._under_way: list[Transmission] = []
 
     @property
@@ -84,24 +93,58 @@ class StreamGroup:
         with Naming(f"{self.name} waiting for {members} to join a weight stream"):
             if self.carrier == "nccl":
                 self._group = nccl_group(store, self.rank, self.size, self._timeout_s)
-            else:
-                self._group = gloo_group(store, own_host, self.rank, self.size, self._timeout_s)
+                return
+            self._group = gloo_group(store, own_host, self.rank, self.size, self._timeout_s)
+            if self.carrier == "ipc":
+                self._reach = Reach(store, self.rank, self.size)
+
+    def link(self, source: int, to: int) -> LinkKind:
+        """How bytes get from one member to another, once all have joined."""
+        if self.carrier == "nccl":
+            return "nccl"
+        if self._reach is not None and self._reach.reads(to, source):
+            return "gpu memory"
+        return "host memory"
+
+    def links(self) -> Counter[LinkKind]:
+        """Count the links over which weights travel: each sender's to the first worker, and each
+        worker's to the next."""
+        kinds: Counter[LinkKind] = Counter()
+        for sender in range(self.num_senders):
+            kinds[self.link(sender, self.num_senders)] += 1
+        for worker in range(self.num_senders + 1, self.size):
+            kinds[self.link(worker - 1, worker)] += 1
+        return kinds
 
     def send(self, data: torch.Tensor, to: int) -> "Transmission":
         """Begin to send; `data` must not change until the answer's `wait`."""
         what = f"{self.name} sending weights to {self._names[to]}"
+        work: Any
         with Naming(what):
-            return self._begun(self._group.send([data], to, 0), data, what)
+            match self.link(self.rank, to):
+                case "nccl":
+                    work = NcclWork(self._group.send([data], to, 0), self._timeout_s)
+                case "gpu memory":
+                    work = SentFromGpu(self._group, data, to)
+                case "host memory":
+                    work = SentThroughHost(self._group, data, to)
+            return self._begun(work, data, what)
 
     def receive(self, data: torch.Tensor, source: int) -> "Transmission":
         """Begin to fill `data`, uint8 [bytes]."""
         what = f"{self.name} receiving weights from {self._names[source]}"
+        work: Any
         with Naming(what):
-            return self._begun(self._group.recv([data], source, 0), data, what)
+            match self.link(source, self.rank):
+                case "nccl":
+                    work = NcclWork(self._group.recv([data], source, 0), self._timeout_s)
+                case "gpu memory":
+                    work = ReceivedFromGpu(self._group, data, source)
+                case "host memory":
+                    work = ReceivedThroughHost(self._group, data, source)
+            return self._begun(work, data, what)
 
     def _begun(self, work: Any, data: torch.Tensor, what: str) -> "Transmission":
-        if self.carrier == "nccl":
-            work = GpuWork(work, self._timeout_s)
         transmission = Transmission(work, data, what)
         unfinished = [other for other in self._under_way if other.is_under_way]
         self._under_way = [*unfinished, transmission]

@@ -34,20 +34,41 @@ def assert_same_tensors(found, expected, tolerance: float = 1e-5) -> None:
 # --- publishing
 
 
-def test_a_publish_sends_what_the_cpu_sends(pretended1, world1, moe_model):
+LINKS = {"nccl": "nccl", "ipc": "gpu memory", "gloo": "host memory"}
+
+
+@pytest.mark.parametrize("carrier", LINKS)
+def test_a_publish_sends_what_the_cpu_sends(pretended1, world1, moe_model, carrier):
     arguments = {"model": moe_model, "layout": {}}
-    found = pretended1.run(WHOLE + "publish", **arguments)
+    found = pretended1.run(WHOLE + "publish", carrier=carrier, **arguments)
     expected = world1.run(WHOLE + "publish", **arguments)
-    assert found["sent"] == found["received"] == expected["sent"]
+    assert found["links"] == {LINKS[carrier]: 2}
+    assert found["received"] == [found["sent"]] * 2
+    assert found["sent"] == expected["sent"]
     assert found["tensors"] == expected["tensors"]
 
 
-def test_two_ranks_with_experts_of_their_own(pretended2, world2, moe_model):
+@pytest.mark.parametrize("carrier", ["nccl", "ipc"])
+def test_two_ranks_with_experts_of_their_own(pretended2, world2, moe_model, carrier):
     layout = {"expert_parallel_size": 2}
     arguments = {"model": moe_model, "layout": layout}
-    found = pretended2.run(WHOLE + "publish", **arguments)
-    assert found["sent"] == found["received"]
-    assert found == world2.run(WHOLE + "publish", **arguments)
+    found = pretended2.run(WHOLE + "publish", carrier=carrier, **arguments)
+    expected = world2.run(WHOLE + "publish", **arguments)
+    assert found.pop("links") == {LINKS[carrier]: 3}
+    assert expected.pop("links") == {"host memory": 3}
+    assert found["received"] == [found["sent"]] * 2
+    assert found == expected
+
+
+def test_without_a_gpu_ipc_goes_through_host_memory(world1, moe_model):
+    found = world1.run(WHOLE + "publish", model=moe_model, layout={}, carrier="ipc")
+    assert found["links"] == {"host memory": 2}
+    assert found["received"] == [found["sent"]] * 2
+
+
+def test_memory_that_cannot_be_read_is_not_relied_on(pretended1):
+    found = pretended1.run(WHOLE + "readable_members")
+    assert [name for name, is_read in found.items() if is_read] == ["as it is"]
 
 
 # --- checkpoints

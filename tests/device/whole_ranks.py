@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import PublishConfig
@@ -19,43 +19,64 @@ from grpo_megatron.trainer.megatron.process_groups import RankInfo
 from grpo_megatron.trainer.model_sender import ModelSender
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
+from grpo_megatron.weights import gpu_memory
 from grpo_megatron.weights.boxes import whole_box
+from grpo_megatron.weights.carriers import Carrier, message_device
+from grpo_megatron.weights.publish_plan import OpenedStream
 from grpo_megatron.weights.transfer import StreamReceiver
 from tests.trainer.trainer_ranks import Setup, _earlier, release
 from tests.trainer.worker_group import fresh_store
 
 
-def publish(model: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """Send the weights once to a receiver beside rank 0; both sides' digests, and what arrived."""
+def publish(model: str, layout: dict[str, Any], carrier: Carrier = "gloo") -> dict[str, Any]:
+    """Send the weights once to two receivers beside rank 0, of which the first passes them on; all
+    digests, how the links carry them, and what arrived."""
     setup = Setup(model, layout)
-    carrier = "nccl" if torch.cuda.is_available() else "gloo"
     sender = ModelSender(setup.policy.sharded, PublishConfig(), carrier)
-    tensors = sender.tensors()
-    [opened] = sender.open([{tensor.name: [whole_box(tensor.shape)] for tensor in tensors}])
-    arrived: dict[str, Any] = {}
+    kept = {tensor.name: [whole_box(tensor.shape)] for tensor in sender.tensors()}
+    [opened] = sender.open([kept, kept])
+    engines = [Engine(opened, worker) for worker in (0, 1)]
+    if dist.get_rank() == 0:
+        for engine in engines:
+            engine.start()
+    links = sender.join()
+    found: dict[str, Any] = {"links": links, "sent": sender.send(3), "received": [], "tensors": {}}
+    if dist.get_rank() == 0:
+        for engine in engines:
+            engine.join()
+            found["received"].append(engine.digests)
+            found["tensors"] = engine.shapes
+    return found
 
-    def receive() -> None:
+
+class Engine(threading.Thread):
+    """Receives one publish."""
+
+    def __init__(self, opened: OpenedStream, worker: int):
+        super().__init__()
+        self.digests: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._opened = opened
+        self._worker = worker
+
+    def run(self) -> None:
+        """Join, and take everything."""
+        opened = self._opened
         address = (opened.host, opened.port)
         with _device_of_thread():
-            receiver = StreamReceiver(0, opened.stream, 0, address, opened.host, carrier, 120)
-            receiver.receive(3, keep)
+            receiver = StreamReceiver(
+                0, opened.stream, self._worker, address, opened.host, opened.carrier, 120
+            )
+            receiver.receive(3, self._keep)
         assert not receiver.changed
-        arrived["digests"] = receiver.digests
+        self.digests = receiver.digests
 
-    def keep(tensors: Any) -> None:
+    def _keep(self, tensors: Any) -> None:
+        expected = message_device(self._opened.carrier).type
         for entry, parts in tensors:
             for tensor in parts.values():
-                assert tensor.device.type == ("cuda" if carrier == "nccl" else "cpu")
-                arrived[entry.name] = tuple(tensor.shape)
-
-    engine = threading.Thread(target=receive)
-    if dist.get_rank() == 0:
-        engine.start()
-    sender.join()
-    digests = sender.send(3)
-    if dist.get_rank() == 0:
-        engine.join()
-    return {"sent": digests, "received": arrived.pop("digests", {}), "tensors": arrived}
+                assert tensor.device.type == expected
+                self.shapes[entry.name] = tuple(tensor.shape)
 
 
 def _device_of_thread() -> Any:
@@ -84,3 +105,21 @@ def convert(job: dict[str, Any]) -> None:
     while _earlier:
         release(_earlier.pop())
     run(msgspec.convert(job, ConversionJob), RankInfo.from_environment(), fresh_store())
+
+
+def readable_members() -> dict[str, bool]:
+    """Whether this process finds another's numbers in memory that it reads by a handle."""
+    sample = gpu_memory._sample(4)
+    member = gpu_memory._described(sample)
+    own = gpu_memory._described(None)
+    gone = gpu_memory._described(gpu_memory._sample(4))  # the numbers themselves are freed
+    cases = {
+        "as it is": (member, 4),
+        "other numbers": (member, 5),
+        "another node": (replace(member, node="elsewhere"), 4),
+        "a GPU that is not seen": (replace(member, gpu="GPU-7"), 4),
+        "no handle": (replace(member, sample=b""), 4),
+        "garbage": (replace(member, sample=bytes(gpu_memory.HANDLE_BYTES)), 4),
+        "memory that is gone": (gone, 4),
+    }
+    return {name: gpu_memory._can_read(own, *case) for name, case in cases.items()}

@@ -75,7 +75,7 @@ EXAMPLES = [
         OpenTransfer(kept=[{TENSOR.name: [BOX]}, {}]),
         [OpenedStream("10.0.0.1", 4711, "nccl", STREAM)],
     ),
-    (JoinTransfer(), None),
+    (JoinTransfer(), {"gpu memory": 8, "host memory": 56}),
     (SendWeights(version=5), {"0/1/5": "ab12"}),
     (Stop(), None),
 ]
