@@ -77,6 +77,13 @@ CAUSES = (
         "matter",
     ),
     Cause(
+        r"receivers read the sender's GPU memory|invalid resource handle"
+        r"|peer access is not supported between these two devices",
+        "a process could not open another's GPU memory (CUDA IPC)",
+        "let containers share namespaces (--ipc=host --pid=host); else weights go through "
+        "host memory, which is slower",
+    ),
+    Cause(
         r"Address already in use|EADDRINUSE",
         "a port was taken by somebody else",
         "run again; if it stays, end the processes of an earlier run (`ss -ltnp` lists ports)",

@@ -19,11 +19,13 @@ from grpo_megatron.errors import TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
 from grpo_megatron.launch.roles import QUIET, rank_variables, thread_limit
 from grpo_megatron.network import NODES_VARIABLE
-from grpo_megatron.prove.requests import Request, encode_requests
+from grpo_megatron.prove.requests import CarryWeights, Request, encode_requests
 from grpo_megatron.prove.runner import last_lines
 
 REQUESTS_FILE = "requests.json"
 _RANK = "grpo_megatron.prove.rank"
+MEMBER = "grpo_megatron.prove.member"
+"""Executes `CarryWeights`, the other module everything else."""
 _PATIENCE_S = 120.0
 """Longest time until the next answer."""
 _POLL_S = 0.5
@@ -50,7 +52,7 @@ class Asked(Generic[AnswerType]):
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request | CarryWeights],
         kind: type[AnswerType],
         folder: Path,
         launch: Launch,
@@ -88,7 +90,9 @@ class Asked(Generic[AnswerType]):
             raise found
         return found
 
-    def _started(self, folder: Path, requests: Sequence[Request]) -> list[ChildProcess]:
+    def _started(
+        self, folder: Path, requests: Sequence[Request | CarryWeights]
+    ) -> list[ChildProcess]:
         folder.mkdir(parents=True)
         (folder / REQUESTS_FILE).write_bytes(encode_requests(requests))
         children = self._launch(folder)
@@ -144,15 +148,17 @@ def _hung(running: Sequence[ChildProcess], patience_s: float) -> str:
     )
 
 
-def on_this_machine(world_size: int, environment: Mapping[str, str] | None = None) -> Launch:
-    """Let requests be executed by `world_size` ranks on this machine."""
+def on_this_machine(
+    world_size: int, environment: Mapping[str, str] | None = None, module: str = _RANK
+) -> Launch:
+    """Let requests be executed by `world_size` ranks on this machine, which run `module`."""
 
     def launch(folder: Path) -> list[ChildProcess]:
         children = []
         for rank in range(world_size):
             child = ChildProcess(
                 f"rank-{rank}",
-                [sys.executable, "-m", _RANK, str(folder)],
+                [sys.executable, "-m", module, str(folder)],
                 folder / f"rank-{rank}.log",
                 {
                     **QUIET,

@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+from grpo_megatron.weights.carriers import Carrier
+from grpo_megatron.weights.links import LinkKind
+
 TrainerTable = dict[str, Any]
 """Keys of `[trainer]`."""
 
@@ -96,11 +99,36 @@ class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Name, microseconds in total, calls; of the traced step."""
 
 
+class CarryWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Send made-up weights through a weight stream, from one process to others."""
+
+    carrier: Carrier
+    mib: int
+    """Of all tensors together."""
+    gpus: list[int]
+    """The GPU of each member, which sends first and then receives; others have no part."""
+
+
+class CarriedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """What the members of a weight stream found."""
+
+    links: dict[LinkKind, int]
+    """How many carried weights in which way."""
+    seconds: float
+    """From the first message to the last receiver's answer, of a publish after another."""
+    sent: dict[str, str]
+    """Digest of each message."""
+    received: list[dict[str, str]]
+    """The same of each receiver."""
+    changed: list[str]
+    """Tensors that arrived otherwise than they were sent."""
+
+
 Request = TrainSteps | MeasureMemory | MeasureSpeed
 Answer = TrainedSteps | MeasuredMemory | MeasuredSpeed
 
 
-def encode_requests(requests: Sequence[Request]) -> bytes:
+def encode_requests(requests: Sequence[Request | CarryWeights]) -> bytes:
     """As JSON that `decode_requests` reads."""
     return msgspec.json.encode(list(requests), enc_hook=str)
 

@@ -25,6 +25,9 @@ SAYINGS = {
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, "
         "unhandled system error"
     ),
+    "a process could not open another's GPU memory": (
+        "ipc: receivers read the sender's GPU memory: 0 of 2 links"
+    ),
     "a port was taken": "OSError: [Errno 98] Address already in use",
     "Transformer Engine has no attention kernel": (
         "ValueError: No dot product attention backend is available for the provided inputs"

@@ -8,6 +8,7 @@ from grpo_megatron.prove.part import (
     two_gpus,
 )
 from grpo_megatron.prove.parts import (
+    carriers,
     device,
     layers,
     layouts,
@@ -59,6 +60,14 @@ PARTS = (
         needs=(a_gpu, nodes.several_nodes),
         usual_s=60.0,
         limit_s=300.0,
+    ),
+    Part(
+        "carriers",
+        "weights go from process to process by NCCL, through GPU memory and through host memory",
+        carriers.run,
+        needs=(a_gpu,),
+        usual_s=20.0,
+        limit_s=180.0,
     ),
     Part(
         "run-dense",
