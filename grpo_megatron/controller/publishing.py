@@ -23,7 +23,7 @@ from grpo_megatron.trainer.requests import (
     SendWeights,
 )
 from grpo_megatron.types import Completion, Prompt
-from grpo_megatron.weights.links import LinkKind
+from grpo_megatron.weights.carrier_names import LinkKind
 
 LOGPROB_CHECK_TOKENS = 16
 _LOOK_S = 0.2

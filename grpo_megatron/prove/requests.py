@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from grpo_megatron.weights.carriers import Carrier
-from grpo_megatron.weights.links import LinkKind
+from grpo_megatron.weights.carrier_names import Carrier, LinkKind
 
 TrainerTable = dict[str, Any]
 """Keys of `[trainer]`."""

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.errors import TransferError
 from grpo_megatron.network import own_address
-from grpo_megatron.weights.carriers import Carrier
+from grpo_megatron.weights.carrier_names import Carrier, LinkKind
 from grpo_megatron.weights.gather import PieceReader, ShardedModel, all_gathered
-from grpo_megatron.weights.links import LinkKind
 from grpo_megatron.weights.publish_plan import (
     HeldBox,
     Kept,

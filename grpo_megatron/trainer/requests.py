@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 
 from grpo_megatron.weights.boxes import Box
-from grpo_megatron.weights.links import LinkKind
+from grpo_megatron.weights.carrier_names import LinkKind
 from grpo_megatron.weights.publish_plan import OpenedStream
 from grpo_megatron.weights.tensor_entry import TensorEntry
 

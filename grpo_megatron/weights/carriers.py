@@ -8,15 +8,15 @@ import os
 import socket
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from grpo_megatron.errors import TransferError
+from grpo_megatron.weights.carrier_names import Carrier
 
-Carrier = Literal["gloo", "nccl", "ipc"]
 _REMEDY = "look for the first error in the logs of the trainer and of the engines"
 
 

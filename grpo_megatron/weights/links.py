@@ -8,13 +8,12 @@
 Every class here has `wait`, which raises RuntimeError where the other is gone or takes too long."""
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from grpo_megatron.weights.gpu_memory import HANDLE_BYTES, handle_of, opened
 
-LinkKind = Literal["nccl", "gpu memory", "host memory"]
 _MESSAGES = 0
 """Tag of messages, and of handles."""
 _TAKEN = 1

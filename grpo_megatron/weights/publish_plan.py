@@ -19,7 +19,7 @@ import torch
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.plan.publishing import MIN_BUCKET_BYTES, bucket_bytes
 from grpo_megatron.weights.boxes import Box, whole_box
-from grpo_megatron.weights.carriers import Carrier
+from grpo_megatron.weights.carrier_names import Carrier
 from grpo_megatron.weights.tensor_entry import ALIGNMENT, TensorEntry, grouped
 
 HEADER_BYTES = 32

@@ -22,8 +22,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_megatron.errors import MismatchError, TransferError
 from grpo_megatron.weights.boxes import Box
+from grpo_megatron.weights.carrier_names import Carrier, LinkKind
 from grpo_megatron.weights.carriers import (
-    Carrier,
     Naming,
     gloo_group,
     listening_store,
@@ -33,7 +33,6 @@ from grpo_megatron.weights.carriers import (
 from grpo_megatron.weights.digest import digest_of
 from grpo_megatron.weights.gpu_memory import Reach
 from grpo_megatron.weights.links import (
-    LinkKind,
     NcclWork,
     ReceivedFromGpu,
     ReceivedThroughHost,

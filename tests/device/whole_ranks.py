@@ -21,7 +21,8 @@ from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.weights import gpu_memory
 from grpo_megatron.weights.boxes import whole_box
-from grpo_megatron.weights.carriers import Carrier, message_device
+from grpo_megatron.weights.carrier_names import Carrier
+from grpo_megatron.weights.carriers import message_device
 from grpo_megatron.weights.publish_plan import OpenedStream
 from grpo_megatron.weights.transfer import StreamReceiver
 from tests.trainer.trainer_ranks import Setup, _earlier, release

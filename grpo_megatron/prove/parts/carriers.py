@@ -7,7 +7,7 @@ from grpo_megatron.prove.conditions import Conditions
 from grpo_megatron.prove.part import Job
 from grpo_megatron.prove.ranks import MEMBER, Asked, on_this_machine
 from grpo_megatron.prove.requests import CarriedWeights, CarryWeights
-from grpo_megatron.weights.carriers import Carrier
+from grpo_megatron.weights.carrier_names import Carrier
 
 NUM_MEMBERS = 3
 """One that sends, one that receives and passes on, one that receives."""
