@@ -76,6 +76,8 @@ def outlying_tokens(
     log_ratio = batch.tokens["sampled_logprobs"].double() - rollout_logprobs
     pushed_further = _at_tokens(batch, advantages) * log_ratio > 0
     is_candidate = torch.isfinite(log_ratio) & pushed_further
+    if batch.spoilt is not None:  # without a loss anyway
+        is_candidate = is_candidate & ~batch.spoilt
     chance = _hash_of_tokens(batch)
     is_left_out = torch.zeros(batch.num_tokens, dtype=torch.bool)
     for tokens in _tokens_of_scopes(o, batch, rows):

@@ -118,7 +118,9 @@ def test_trm_bounds_the_mean_divergence_too():
     found = evaluated("trm", ["trm_max=null", f"trm_mean={between}"], **case())
     same(found["metrics"]["rejected/trm_sample_fraction"], 1 / 2)
     same(found["grad_logprobs"][1], [0, 0])
-    assert evaluated("trm", ["trm_max=9", f"trm_mean={means[0] / 2}"], **case())["loss"] == 0
+    assert evaluated("trm", ["trm_max=9", f"trm_mean={means[0] - 1e-9}"], **case())["loss"] == 0
+    found = evaluated("trm", ["trm_max=null", f"trm_mean={means[1] + 1e-9}"], **case())
+    same(found["metrics"]["rejected/trm_fraction"], 0)
 
 
 def test_trm_has_bounds_of_domains():
@@ -189,6 +191,18 @@ def test_m2po_looks_at_each_domain_for_itself():
     same(evaluated("m2po", together, **two)["metrics"]["rejected/m2po_fraction"], 0)
 
 
+def test_tokens_without_a_loss_are_none_of_m2pos():
+    """The ratio 0.5 is spoilt: of 1.5 and 1.25 the mean is below the limit."""
+    turns = [[[2, None, None]], [{"end": 0, "reward": None, "state": None, "spoilt": 1}, [1, 0, 0]]]
+    squares = [math.log(r) ** 2 for r in (1.25, 1.5)]
+    limit = sum(squares) / 2 + 1e-9
+    found = evaluated("m2po", [f"m2po_limit={limit}"], **of_the_old_policy(turns=turns))
+    same(found["metrics"]["rejected/m2po_fraction"], 0)
+    same(found["grad_logprobs"], [[-2 * r / 5 for r in (1.5, 0.8, 1.25)], [0, 1.2 / 5]])
+    whole = evaluated("m2po", [f"m2po_limit={limit}"], **of_the_old_policy())
+    same(whole["metrics"]["rejected/m2po_fraction"], 1 / 5)
+
+
 # --- A-3PO
 
 
@@ -246,6 +260,8 @@ def test_fipo_bounds_its_weights_and_leaves_out_what_has_run_away():
     found = evaluated("fipo", plain, **given)
     same(found["grad_logprobs"], [[-45 * 1.2 / 4, -1.5 * 1.2 / 4], [45 * 1.0 / 4, 1.5 * 1.2 / 4]])
     same(found["metrics"]["credit/mean"], (3 * 1.2 + 1.0) / 4)
+    found = evaluated("fipo", ["future_kl_half_life=1", "future_kl_max=9", *plain], **given)
+    same(found["metrics"]["credit/mean"], (1.5**0.5 + 1.5 + 1.0 + 1.5) / 4)
     low = ["future_kl_min=0.5", "future_kl_max=0.6", *plain]
     found = evaluated("fipo", low, **given)
     same(found["grad_logprobs"], [[-45 * 0.6 / 4, -1.5 * 0.6 / 4], [45 * 0.8 / 4, 1.5 * 0.6 / 4]])

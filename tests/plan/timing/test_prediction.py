@@ -69,6 +69,25 @@ def test_several_steps_ahead():
     assert slow.trainer_s > slow.generation_s and slow.staleness_versions == 4
 
 
+def test_passes_that_an_objective_saves_or_costs():
+    plain = ["objective.kl=none", "objective.kl_beta=0", "batch.max_staleness=1"]
+    recomputed, interpolated = (
+        predicted(SMALL, f"objective.proximal={proximal}", *plain)
+        for proximal in ("recompute", "interpolated")
+    )
+    assert recomputed.trainer_s > interpolated.trainer_s
+    of_experts = ["objective.preset=rspo", "objective.kl=none", "batch.updates_per_rollout=4"]
+    shifting = predicted("demo/gspo-moe-cpu", *of_experts)
+    without = predicted("demo/gspo-moe-cpu", *of_experts, "objective.router_shift_floor=null")
+    assert shifting.trainer_s > without.trainer_s
+    once = ["batch.updates_per_rollout=1", *of_experts[:2]]
+    found = predicted("demo/gspo-moe-cpu", *once)
+    assert (
+        found.trainer_s
+        == predicted("demo/gspo-moe-cpu", *once, "objective.router_shift_floor=null").trainer_s
+    )
+
+
 def test_shared_prompts_are_computed_once():
     shared = predicted(SMALL, prompt_tokens=1000, answer_tokens=1000)
     alone = predicted(SMALL, "trainer.share_prefixes=false", prompt_tokens=1000, answer_tokens=1000)
