@@ -33,6 +33,8 @@ from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
 
 COMPLETE = "complete.json"
+IN_MODEL = ".adapters."
+"""In the names of adapters' parameters in a model."""
 
 logger = logging.getLogger(__name__)
 
@@ -235,11 +237,19 @@ def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
         dist_checkpointing.save(model_state(chunks), str(working))
 
 
-def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
+def load_model(
+    directory: Path, chunks: Sequence[torch.nn.Module], *, adapters: bool = True
+) -> None:
     """Fill the model from `save_model`'s files, written at any layout. Collective.
 
-    Raises CheckpointError where they cannot be read, or are of another model."""
-    _fill(chunks, model_state(chunks), directory)
+    adapters: false leaves those of the model, if it has some, as they are. Raises CheckpointError
+    where they cannot be read, or are of another model."""
+    state = model_state(chunks)
+    if not adapters:
+        for part in state.values():
+            for name in [name for name in part if IN_MODEL in name]:
+                del part[name]
+    _fill(chunks, state, directory)
 
 
 def _fill(
@@ -249,7 +259,11 @@ def _fill(
     with explained("cannot load", directory, remedy="resume from the checkpoint before it"):
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     for key, model in _by_key(chunks).items():
-        model.load_state_dict(loaded[key], strict=True)
+        left_out = {}
+        for name, tensor in model.state_dict().items():
+            if IN_MODEL in name and name not in loaded[key]:
+                left_out[name] = tensor
+        model.load_state_dict(loaded[key] | left_out, strict=True)
     return loaded
 
 

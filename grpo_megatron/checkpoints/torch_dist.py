@@ -5,6 +5,7 @@ The format is that of torch.distributed.checkpoint: a global tensor is a set of 
 Nothing in it depends on the layout that wrote it."""
 
 import io
+import json
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from grpo_megatron.checkpoints import durable, hf_import, shard_files
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.weights.parameters import CARRIED, VOCABULARY, Parameter, carried_parameter
+from grpo_megatron.weights.low_rank import low_rank_product, merged
+from grpo_megatron.weights.parameters import (
+    ADAPTERS,
+    CARRIED,
+    VOCABULARY,
+    Parameter,
+    carried_parameter,
+    without_expert,
+)
 from grpo_megatron.weights.tensor_entry import as_bytes
 
 _OBJECTS = "objects.distcp"
@@ -78,16 +88,23 @@ class MegatronSource:
                 for chunk in stored.chunks:
                     self._chunks[key, chunk.offsets, chunk.sizes] = chunk
         self.parameters = list(table.parameters)
+        self._adapters: set[str] = set()
         found: dict[str, hf_import.Shape] = {}
         for key in sorted(self.stored):
             shape = tuple(self.stored[key].size)
             if key.startswith("optimizer."):
+                continue
+            if key.startswith(ADAPTERS):
+                self._adapters.add(key)
                 continue
             if not key.startswith(CARRIED):
                 found[key] = shape
             elif carry:
                 self.parameters.append(carried_parameter(key.removeprefix(CARRIED), shape))
         self._refuse_unfit(directory, found)
+        self._scale = 0.0
+        if self._adapters:
+            self._scale = _scale_of_adapters(directory)
 
     def _refuse_unfit(self, directory: Path, found: dict[str, hf_import.Shape]) -> None:
         wanted: dict[str, hf_import.Shape] = {}
@@ -115,7 +132,17 @@ class MegatronSource:
         if len(regions) > 1:
             full = torch.cat(regions)
         for (name, _), tensor in zip(parameter.hf, parameter.split(full), strict=True):
-            yield name, tensor
+            yield name, self._with_adapter(name, tensor)
+
+    def _with_adapter(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Merge the adapter of a linear layer into its weight, where it has one."""
+        module = name.removesuffix(".weight")
+        for known in (module, without_expert(module)):
+            factors = [f"{ADAPTERS}{known}.{factor}.weight" for factor in ("lora_A", "lora_B")]
+            if factors[0] in self._adapters:
+                a, b = (self._region(_whole_piece(key, self.stored[key])) for key in factors)
+                return merged(weight, low_rank_product(a, b, self._scale))
+        return weight
 
     def prefetch(self, parameter: Parameter) -> None:
         """Let the disk read a parameter before `tensors` asks for it."""
@@ -157,6 +184,21 @@ class MegatronSource:
             view: Any = _create_file_view(file, place.offset, place.length)
             tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
         return tensor
+
+
+def _whole_piece(key: str, stored: dcp.TensorStorageMetadata) -> Piece:
+    """Return the piece that is all of a tensor."""
+    shape = tuple(stored.size)
+    return Piece(key, (0,) * len(shape), shape, shape)
+
+
+def _scale_of_adapters(directory: Path) -> float:
+    """Return by what the adapters of a checkpoint are multiplied.
+
+    Raises CheckpointError where it does not say."""
+    with durable.explained("does not say what its adapters are", directory):
+        state = json.loads((directory / "complete.json").read_text())
+        return LoraConfig(**state["lora"]).scale
 
 
 def _overlap(piece: Piece, chunk: dcp.ChunkStorageMetadata) -> list[tuple[int, int]] | None:

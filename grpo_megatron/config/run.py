@@ -10,6 +10,7 @@ from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.allocation import AllocationConfig, SeedingConfig
 from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.preferences import PreferencesConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
@@ -525,6 +526,7 @@ class RunConfig(Strict):
     rejection: RejectionConfig = RejectionConfig()
     routing: RoutingConfig = RoutingConfig()
     trainer: TrainerConfig = TrainerConfig()
+    lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     publish: PublishConfig = PublishConfig()
@@ -593,6 +595,8 @@ class RunConfig(Strict):
     def input_paths(self) -> list[Path]:
         """What a run reads: model, data sets, references, teachers."""
         paths = {self.model.path, self.preferences.reference}
+        if self.lora is not None:
+            paths.add(self.lora.path)
         if self.distillation:
             paths |= {teacher.path for teacher in self.distillation.teachers}
         for domain in self.domains:

@@ -32,6 +32,7 @@ class ModelFacts:
     vocab_size: int | None  # None for a preset whose tokenizer decides
     max_position_embeddings: int | None
     is_mla: bool  # multi-head latent attention (DeepSeek)
+    has_query_rank: bool  # with it: queries have a low rank of their own
 
     @property
     def is_moe(self) -> bool:
@@ -119,5 +120,6 @@ def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
         shared_expert_intermediate_size=hf["shared_expert_intermediate_size"] or 0,
         moe_layers=tuple(i for i, is_moe in enumerate(hf["moe_layers"]) if is_moe),
         is_mla=hf.get("kv_lora_rank") is not None,
+        has_query_rank=hf.get("q_lora_rank") is not None,
         max_position_embeddings=hf.get("max_position_embeddings"),
     )

@@ -4,20 +4,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints import distributed, hf_export, hf_import, torch_dist
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.hf_config import computation
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer.checks import logprob_check
 from grpo_megatron.trainer.checks.logprob_diff import measure_logprob_diff
+from grpo_megatron.trainer.lora import peft_format
 from grpo_megatron.trainer.megatron.model_config import why_not_share_prefixes
 from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
-from grpo_megatron.trainer.megatron.policy import build_policy
+from grpo_megatron.trainer.megatron.policy import Policy, base_tensors, build_policy
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
 from grpo_megatron.trainer.model_sender import ModelSender
 from grpo_megatron.trainer.requests import (
@@ -76,18 +79,15 @@ class TrainerService:
         config = _with_exact_sharing(config, hf)
         self.config = config
         self.model_path = model_path
-        temperature = 1.0
-        if config.kind != "sft" and not config.trains_preferences:
-            temperature = config.rollout.temperature
-        self.policy = build_policy(
-            hf,
-            config.trainer,
-            config.optimizer,
-            config.routing.router_policy,
-            temperature,
-        )
+        lora = config.lora
+        if config.cold_start is not None:
+            lora = None  # it trains the weights; the adapters come when it is over
+        self.policy = self._build_policy(hf, lora)
         self.model_sender = ModelSender(self.policy.sharded, config.publish, config.publish_carrier)
         self.load_hf(model_path)
+        if self.policy.lora is not None and self.policy.lora.path is not None:
+            peft_format.import_adapters(self.policy, self.policy.lora.path)
+            self.policy.optimizer.reload_model_params()
         self.references = References(config)
         if self.references.wanted:
             self.references.read_files(self.policy, self.load_hf)
@@ -95,6 +95,21 @@ class TrainerService:
         self.teachers: Teachers | None = None
         if config.distillation is not None:
             self.teachers = Teachers(config, config.distillation, self._load_model)
+
+    def _build_policy(self, hf: dict[str, Any], lora: LoraConfig | None) -> Policy:
+        config = self.config
+        temperature = 1.0
+        if config.kind != "sft" and not config.trains_preferences:
+            temperature = config.rollout.temperature
+        return build_policy(
+            hf,
+            config.trainer,
+            config.optimizer,
+            config.routing.router_policy,
+            temperature,
+            lora,
+            config.seed,
+        )
 
     def execute(self, request: AnyRequest) -> Any:
         """Return the answer of `request`, of the type that its class names."""
@@ -131,7 +146,7 @@ class TrainerService:
             case FindCorruptFiles(directory=directory):
                 return corrupt_files(directory)
             case ExportModel(directory=directory):
-                return hf_export.export_model(self.policy.sharded, directory, self.model_path)
+                return self.export(directory)
             case DescribeWeights():
                 return self.model_sender.tensors()
             case OpenTransfer(kept=kept):
@@ -158,7 +173,14 @@ class TrainerService:
                 remedy="give the same architecture",
             )
         if torch_dist.is_torch_dist(directory):
-            distributed.load_model(directory / "weights", self.policy.chunks)
+            if distributed.read_state(directory).get("lora"):
+                raise CheckpointError(
+                    "the checkpoint is of a run with adapters, which are not weights",
+                    where=str(directory),
+                    remedy="give that run's export, or convert the checkpoint: "
+                    "grpo-megatron convert to-hf",
+                )
+            distributed.load_model(directory / "weights", self.policy.chunks, adapters=False)
         else:
             hf_import.import_weights(self.policy.sharded, directory)
 
@@ -233,11 +255,36 @@ class TrainerService:
 
     def reset_optimizer(self, *, cold_start: bool) -> None:
         """Drop all moments; take the settings of the cold start or of RL."""
-        settings = self.config.optimizer
         if cold_start:
             assert self.config.cold_start is not None
-            settings = self.config.cold_start.optimizer
-        self.policy.reset_optimizer(settings)
+            self.policy.reset_optimizer(self.config.cold_start.optimizer)
+            return
+        self._begin_adapters()
+        self.policy.reset_optimizer(self.config.optimizer)
+
+    def _begin_adapters(self) -> None:
+        """Freeze the weights that the cold start has trained, and train adapters from now on."""
+        if self.config.lora is None or self.policy.lora is not None:
+            return
+        trained = self.policy
+        self.policy = self._build_policy(trained.hf, self.config.lora)
+        with torch.no_grad():
+            for tensor, value in zip(base_tensors(self.policy), base_tensors(trained), strict=True):
+                tensor.copy_(value)
+        self.policy.optimizer.reload_model_params()
+        trained.release()
+        self.model_sender.model = self.policy.sharded
+
+    def export(self, directory: Path) -> int:
+        """Write the policy as a Hugging Face checkpoint, adapters merged into its weights; they
+        themselves are written beside it, in PEFT's format. Returns the bytes of weights written.
+
+        Raises what `export_model` does."""
+        num_bytes = hf_export.export_model(self.policy.sharded, directory, self.model_path)
+        if self.policy.lora is not None:
+            base = self.config.model.path or Path(str(self.config.model.preset))
+            peft_format.export_adapters(self.policy, directory.with_name("adapter"), str(base))
+        return num_bytes
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Begin to write a checkpoint, and `state` with it, after the one before is finished.
@@ -251,9 +298,18 @@ class TrainerService:
             directory,
             policy.chunks,
             policy.optimizer,
-            {**state, "reference": reference},
+            {**state, "reference": reference, **self._state_of_adapters()},
             self.model_path,
         )
+
+    def _state_of_adapters(self) -> dict[str, Any]:
+        """What a checkpoint says of adapters, beside them: none where the weights are trained."""
+        if self.policy.lora is None:
+            return {}
+        return {
+            "lora": self.policy.lora.identity(),
+            "reference_is_base": self.references.start_is_base,
+        }
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
         """Finish the checkpoint that `save` began, unless it is being written and may not be waited
@@ -273,16 +329,38 @@ class TrainerService:
         """Restore what `save` wrote, and return its `state`.
 
         Raises CheckpointError where it is incomplete, or of another model."""
-        policy = self.policy
         state = distributed.read_state(directory)
         reference = state.pop("reference", None)
-        if reference:
+        reference_is_base = state.pop("reference_is_base", False)
+        self._expect_adapters(directory, state.pop("lora", None))
+        policy = self.policy
+        if reference_is_base:
+            self.references.begin_with_base()
+        elif reference:
             self.references.load(policy, directory, reference)
         create_adam_state(policy.optimizer)  # to load into
         distributed.load_checkpoint(directory, policy.chunks, policy.optimizer)
-        if self.references.wanted and not reference:  # the objective is another one since
+        is_known = reference_is_base or reference
+        if self.references.wanted and not is_known:  # the objective is another one since
             self.references.take(policy)
         return state
+
+    def _expect_adapters(self, directory: Path, saved: dict[str, Any] | None) -> None:
+        """Be ready for a checkpoint with the adapters of `saved`, of `LoraConfig`; None: without.
+
+        Raises CheckpointError where the recipe has others."""
+        wanted: dict[str, Any] | None = None
+        if self.config.lora is not None:
+            wanted = self.config.lora.identity()
+        if saved is None and self.policy.lora is None:
+            return
+        if saved != wanted:
+            raise CheckpointError(
+                f"the checkpoint has {saved or 'no adapters'}, the recipe's [lora] is {wanted}",
+                where=str(directory),
+                remedy="resume with the settings of [lora] with which the run began",
+            )
+        self._begin_adapters()
 
 
 def corrupt_files(directory: Path) -> list[str]:

@@ -6,20 +6,24 @@ tensor-parallel parts are gathered, then a holder's copy goes to the receiver.""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from grpo_megatron.weights.boxes import Box
-from grpo_megatron.weights.parameters import OUTPUT_LAYER, HeldTensor, Parameter, TensorMap
+from grpo_megatron.weights.low_rank import merged
+from grpo_megatron.weights.parameters import OUTPUT_LAYER, HeldTensor, Parameter
 from grpo_megatron.weights.publish_plan import HeldBox, checkpoint_order
 from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One local weight: `tensor` is part `rank` of `size` along `dim` (None: whole)."""
+    """One local weight: `tensor` is part `rank` of `size` along `dim` (None: whole).
+
+    What is given away is `tensor` plus `addend()`, fp32 of the same shape, if there is one: what
+    adapters add to a weight that is kept as it is."""
 
     name: str
     tensor: torch.Tensor
@@ -27,6 +31,14 @@ class Shard:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    addend: Callable[[], torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def value(self) -> torch.Tensor:
+        """Return what is given away: the tensor itself, or a new one, rounded once."""
+        if self.addend is None:
+            return self.tensor.detach()
+        return merged(self.tensor, self.addend())
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -50,12 +62,23 @@ class GatherEntry:
     holders: tuple[int, ...]  # global ranks that hold it, or a tensor-parallel part of it
 
 
+class ParameterMap(Protocol):
+    """Says what the parameters of a model are in a file: `TensorMap`, for weights."""
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output layer is the embedding."""
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> Parameter:
+        """Find the tensors of a parameter with its full shape. Raises KeyError for another."""
+
+
 class ShardedModel:
     """A model whose weights are spread over ranks: `shards` are the parts of this rank.
 
     `entries` says what the whole model consists of, `stream` brings full tensors together."""
 
-    def __init__(self, tensor_map: TensorMap, shards: Sequence[Shard]):
+    def __init__(self, tensor_map: ParameterMap, shards: Sequence[Shard]):
         self.map = tensor_map
         self.shards = shards
 
@@ -158,7 +181,7 @@ class PieceReader:
         Raises KeyError where it is not on this rank."""
         shard = self._shards[name]
         if shard is not self._last:
-            self._held = self._model._held_by(shard, shard.tensor.detach())
+            self._held = self._model._held_by(shard, shard.value())
             self._last = shard
         for held in self._held:
             if held.name == name and held.box.contains(box):
@@ -189,7 +212,7 @@ def _order(item: tuple[_Described, list[int]]) -> list[str | int]:
 
 def _gather_parts(parameter: Parameter, held: Shard, source: int) -> torch.Tensor:
     """The full tensor in the tensor-parallel group of `source`; elsewhere the part itself."""
-    tensor = held.tensor.detach()
+    tensor = held.value()
     if held.dim is None or source not in dist.get_process_group_ranks(held.group):
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(held.size)]

@@ -22,8 +22,11 @@ EMBEDDING = "embedding.word_embeddings.weight"
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 CARRIED = "carried."
 """Begins the names of tensors that are kept although Megatron has no parameter for them."""
+ADAPTERS = "adapters."
+"""Begins the names of parameters of adapters in a checkpoint; PEFT's names follow."""
 _LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
+_EXPERT = re.compile(r"(\.experts\.)\d+\.")
 _KINDS = {
     ".linear_qkv.": "qkv",
     ".linear_fc1.": "gate_up",
@@ -233,6 +236,11 @@ class TensorMap:
         if kind == "gate_up":
             return [num_rows // 2, num_rows // 2]
         return [num_rows]
+
+
+def without_expert(module: str) -> str:
+    """Name what experts of a layer share: `mlp.experts.3.down_proj` is `mlp.experts.down_proj`."""
+    return _EXPERT.sub(r"\1", module)
 
 
 def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:

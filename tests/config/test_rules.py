@@ -9,6 +9,7 @@ from grpo_megatron.config.rules.check import check_rules
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
+from grpo_megatron.config.rules.lora import LORA_RUN_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.rules.preferences import PREFERENCE_RULES
@@ -17,6 +18,8 @@ from grpo_megatron.config.rules.run import RUN_RULES
 from grpo_megatron.config.run import RolloutConfig
 from tests.config.conftest import unchecked_config
 
+LORA = ["lora.rank=4"]
+GRPO_KL = ["objective.preset=grpo"]
 SEQUENCE_MEAN = ["objective.aggregation=seq_mean_token_mean"]
 DISTIL = ["kind=distil", "cold_start=null"]
 ALLOCATED = ["allocation={}", "objective.preset=grpo"]
@@ -28,6 +31,7 @@ ALL_RULES = (
     DISTILLATION_RULES,
     PREFERENCE_RULES,
     PLACEMENT_RULES,
+    LORA_RUN_RULES,
     DOMAIN_RULES,
     ENVIRONMENT_RULES,
     OBJECTIVE_RULES,
@@ -56,6 +60,14 @@ BROKEN = [
     ("model_source", ["model.path=/x"]),
     ("model_source", ["model.preset=null"]),
     ("model_preset", ["model.preset=other"]),
+    ("lora_trains", ["lora.rank=4", "kind=eval", "num_steps=0", "cold_start=null"]),
+    ("lora_start", ["lora.rank=4", "lora.path=x"]),
+    (
+        "lora_reference",
+        [*LORA, *GRPO_KL, "objective.reference_ema=0.9", "objective.reference_interval=5"],
+    ),
+    ("lora_routers", ["lora.rank=4", "routing.router_policy=none"]),
+    ("lora_precision", ["lora.rank=4", "trainer.fp8=blockwise", "trainer.precision=bfloat16"]),
     (
         "domain_names",
         [
@@ -348,7 +360,7 @@ def test_every_check_finds_something_in_a_case_above():
     unbroken = {check for rules in ALL_RULES for _, check in rules._checks}
     for _, overrides in BROKEN:
         run = unchecked_config(*overrides)
-        of_runs = ALL_RULES[:5]
+        of_runs = ALL_RULES[:6]
         subjects = [(rules, (run,)) for rules in of_runs]
         for index, domain in enumerate(run.domains):
             subjects.append((DOMAIN_RULES, (run, domain, index)))

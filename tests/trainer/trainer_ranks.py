@@ -16,6 +16,7 @@ from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import DistillationConfig, RoutingConfig, RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
@@ -55,7 +56,13 @@ def release(policy: Policy) -> None:
 class Setup:
     """A policy at one layout, started from a Hugging Face checkpoint."""
 
-    def __init__(self, model: str, layout: dict[str, Any], hf_overrides: dict | None = None):
+    def __init__(
+        self,
+        model: str,
+        layout: dict[str, Any],
+        hf_overrides: dict | None = None,
+        lora: LoraConfig | None = None,
+    ):
         import json
 
         info = RankInfo.from_environment()
@@ -73,7 +80,7 @@ class Setup:
         initialize(self.layout, info, fresh_store())
         seed_everything(1)
         self.hf = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
-        self.policy: Policy = build_policy(self.hf, self.layout, OPTIMIZER)
+        self.policy: Policy = build_policy(self.hf, self.layout, OPTIMIZER, lora=lora)
         _earlier.append(self.policy)
         self.shards = self.policy.sharded.shards
         import_weights(self.policy.sharded, Path(model))

@@ -4,6 +4,7 @@ from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
+from grpo_megatron.config.rules.lora import LORA_RUN_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.rules.preferences import PREFERENCE_RULES
@@ -15,7 +16,14 @@ from grpo_megatron.config.run import RunConfig
 def check_rules(run: RunConfig) -> list[Violation]:
     """Everything in which the tables of `run` contradict one another."""
     found: list[Violation] = []
-    of_run = (RUN_RULES, ALLOCATION_RULES, DISTILLATION_RULES, PREFERENCE_RULES, PLACEMENT_RULES)
+    of_run = (
+        RUN_RULES,
+        ALLOCATION_RULES,
+        DISTILLATION_RULES,
+        PREFERENCE_RULES,
+        PLACEMENT_RULES,
+        LORA_RUN_RULES,
+    )
     for rules in of_run:
         found += rules.violations(run, config=run)
     for index, domain in enumerate(run.domains):

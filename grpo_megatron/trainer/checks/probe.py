@@ -14,13 +14,14 @@ from megatron.core import parallel_state
 from tokenizers import Tokenizer
 
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.distributed import load_model
+from grpo_megatron.checkpoints.distributed import load_model, read_state
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.trainer.megatron.context_parallel import ContextRank
 from grpo_megatron.trainer.megatron.model_config import transformer_config
 from grpo_megatron.trainer.megatron.platform import device
-from grpo_megatron.trainer.megatron.policy import Policy, build_models
+from grpo_megatron.trainer.megatron.policy import Policy, add_adapters, build_models
 from grpo_megatron.trainer.routing.router_replay import RouteReplay
 from grpo_megatron.trainer.steps.microbatch import UpdateBatch, build_microbatch
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass
@@ -111,8 +112,14 @@ def _by_megatron(
     config = transformer_config(hf, layout)
     models = build_models(config, hf, layout)
     policy = Policy(hf, config, models, None, RouteReplay(models, config))
+    lora = read_state(weights.parent).get("lora")
+    if lora is not None:
+        for model in models:
+            add_adapters(model, hf, config, LoraConfig(**lora), 0)
     load_model(weights, policy.chunks)
     if dtype is not None:
+        if lora is not None:  # what was rounded is the sum
+            _merge(policy)
         for model in policy.models:
             for parameter in model.parameters():
                 parameter.data.copy_(parameter.data.to(dtype))
@@ -134,6 +141,15 @@ def _by_megatron(
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return logprobs.cpu()
     return None
+
+
+def _merge(policy: Policy) -> None:
+    """Put the adapters into the weights, and themselves aside."""
+    for shard in policy.sharded.shards:
+        shard.tensor.data.copy_(shard.value())
+    for model in policy.models:
+        assert model.adapters is not None  # they were added
+        model.adapters.enabled = False
 
 
 class _ProbeTable:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +17,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.trainer.lora.adapter import Adapter
+from grpo_megatron.trainer.lora.attach import attach
 from grpo_megatron.trainer.megatron.kernels import Kernel
 from grpo_megatron.trainer.megatron.layer_specs import block_spec
 from grpo_megatron.trainer.megatron.model_config import kernels_of, transformer_config
@@ -42,6 +46,8 @@ class Policy:
     chunks: list[ddp.DistributedDataParallel]
     optimizer: Any
     replay: RouteReplay
+    lora: LoraConfig | None = None
+    """How adapters are trained in place of the weights; None: the weights are trained."""
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -56,6 +62,27 @@ class Policy:
             tensor_map(self.hf, self.config),
             list(local_shards(self.chunks, self.config.num_moe_experts or 0)),
         )
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters on this rank; none where the weights are trained."""
+        found: list[Adapter] = []
+        for model in self.models:
+            if model.adapters is not None:
+                found += model.adapters.all()
+        return found
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Compute with the weights alone inside the block, as if no adapter had been trained."""
+        models = [model.adapters for model in self.models if model.adapters is not None]
+        for adapters in models:
+            adapters.enabled = False
+        try:
+            yield
+        finally:
+            for adapters in models:
+                adapters.enabled = True
 
     def optimizer_class(self) -> type:
         """Return the class that holds the moments: Transformer Engine's, Apex' or torch's."""
@@ -74,6 +101,16 @@ class Policy:
         """Return Megatron's optimizers of dense and expert parameters, where this rank has any."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [part for part in parts if part.optimizer is not None]
+
+    def release(self) -> None:
+        """Let the memory go, now that another policy has taken its place.
+
+        The hooks by which gradients reach their buffers refer back to those through autograd nodes,
+        which no collector sees."""
+        for chunk in self.chunks:
+            chunk.__dict__.clear()
+        self.chunks = []
+        self.optimizer = None
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Forget moments and steps; take over betas, epsilon, weight decay and clipping."""
@@ -99,6 +136,22 @@ def describe_kernels(policy: Policy, layout: TrainerConfig) -> list[Kernel]:
     kind = policy.optimizer_class()
     optimizer = Kernel("optimizer", f"{kind.__module__}.{kind.__qualname__}", "of those installed")
     return [*kernels_of(policy.hf, layout), optimizer]
+
+
+def base_tensors(policy: Policy) -> list[torch.Tensor]:
+    """List what `state_tensors` does, without adapters."""
+    of_adapters = {id(tensor) for tensor in adapter_tensors(policy)}
+    tensors = []
+    for model in policy.models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in of_adapters:
+                tensors.append(tensor.data)
+    return tensors
+
+
+def adapter_tensors(policy: Policy) -> list[torch.nn.Parameter]:
+    """List the parameters of this rank's adapters, in a fixed order."""
+    return [parameter for adapter in policy.adapters for parameter in adapter.parameters()]
 
 
 def state_tensors(policy: Policy) -> list[torch.Tensor]:
@@ -130,13 +183,16 @@ def build_policy(
     optimizer: OptimizerConfig,
     router_policy: str = "freeze_bias",
     temperature: float = 1.0,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> Policy:
     """Make a model with random weights, wrapped for data parallelism, and its optimizer.
 
-    router_policy, temperature: of `RoutingConfig` and `RolloutConfig`. Raises ConfigError for a
+    router_policy, temperature: of `RoutingConfig` and `RolloutConfig`; lora: train adapters, which
+    begin as `seed` says, and nothing else. Raises ConfigError for a
     family, a field or a value that is not supported."""
     config = transformer_config(hf, layout)
-    if router_policy != "none":
+    if router_policy != "none" or lora is not None:
         config.moe_router_bias_update_rate = 0.0
     distributed = layout.distributed_optimizer
     overlaps = layout.overlap_communication
@@ -153,6 +209,8 @@ def build_policy(
         model.temperature = temperature
         if router_policy == "freeze_weights":
             _freeze_routers(model)
+        if lora is not None:
+            add_adapters(model, hf, config, lora, seed)
         module: torch.nn.Module = model
         if config.bf16:
             module = Float16Module(config, model)
@@ -183,7 +241,8 @@ def build_policy(
         config.no_sync_func = syncs
         if len(syncs) == 1:  # Megatron takes a list of several only
             config.no_sync_func = syncs[0]
-    return Policy(hf, config, chunks, megatron_optimizer, RouteReplay(unwrap_model(chunks), config))
+    replay = RouteReplay(unwrap_model(chunks), config)
+    return Policy(hf, config, chunks, megatron_optimizer, replay, lora)
 
 
 @dataclass(frozen=True)
@@ -202,6 +261,18 @@ def _freeze_routers(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.requires_grad_(False)
+
+
+def add_adapters(
+    model: PolicyModel,
+    hf: dict[str, Any],
+    config: TransformerConfig,
+    lora: LoraConfig,
+    seed: int,
+) -> None:
+    """Freeze a model chunk's weights and put adapters beside them, which begin as `seed` says."""
+    named = list(_named_shards(model, config.num_moe_experts or 0))
+    model.adapters = attach(model, named, tensor_map(hf, config), lora, seed)
 
 
 def build_models(
@@ -243,15 +314,29 @@ def build_models(
 
 
 def local_shards(chunks: Sequence[torch.nn.Module], num_experts: int) -> Iterator[Shard]:
-    """Yield every parameter and selection bias of this rank's chunks, under its global name.
+    """Yield every weight and selection bias of this rank's chunks, under its global name.
 
-    Names of chunks number their own layers and experts; `num_experts` are those of the model."""
+    Names of chunks number their own layers and experts; `num_experts` are those of the model. What
+    adapters add to a weight is its addend; they are none themselves."""
+    for model in unwrap_model(list(chunks)):
+        by_weight = {}
+        if model.adapters is not None:
+            by_weight = model.adapters.by_weight
+        for _, shard in _named_shards(model, num_experts):
+            adapted = by_weight.get(shard.name)
+            if adapted is not None:
+                shard = replace(shard, addend=adapted.addend)
+            yield shard
+
+
+def _named_shards(model: PolicyModel, num_experts: int) -> Iterator[tuple[str, Shard]]:
+    """Yield every weight's name within the model, and which part of the whole model it is."""
     experts = parallel_state.get_expert_model_parallel_group()
     first_expert = num_experts // experts.size() * experts.rank()
-    for model in unwrap_model(list(chunks)):
-        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        for name, parameter in _weights(model):
-            yield _shard(_global_name(name, layers, first_expert), parameter)
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    for name, parameter in _weights(model):
+        if ".adapters." not in name:
+            yield name, _shard(_global_name(name, layers, first_expert), parameter)
 
 
 def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:

@@ -7,6 +7,8 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 
+from grpo_megatron.trainer.lora.attach import ModelAdapters
+from grpo_megatron.trainer.lora.checkpoint import sharded_adapters
 from grpo_megatron.trainer.megatron.context_parallel import OwnTokens, found_by_all
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens, divergence
 from grpo_megatron.trainer.vocab_parallel.logprobs import policy_states, token_logprobs
@@ -30,6 +32,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
     answers_states: bool = False
     """What the output layer would get of this rank's policy tokens, [m, H], instead."""
+    adapters: ModelAdapters | None = None
+    """Of LoRA; None: all weights are trained."""
     _own: OwnTokens
     _squared_probs: bool = False
     _teachers: Sequence[TeacherTokens] = ()
@@ -59,6 +63,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         if self.await_weight is not None:
             self.await_weight(weight)
         return weight
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Describe every parameter for Megatron's checkpoints."""
+        described: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
+        if self.adapters is not None:  # their layers take them for weights that are not split
+            described.update(sharded_adapters(self, prefix))
+        return described
 
     def _postprocess(
         self,

@@ -1,7 +1,8 @@
 """What the policy is held against: reference policies, and itself before the step.
 
 References are sets of weights on the host, exchanged with the policy's for a pass: no second model
-exists on the device. Domains may have references of their own."""
+exists on the device. Domains may have references of their own. Where adapters are trained, the
+policy as it began is the model without them, and nothing is kept or exchanged."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,22 +21,30 @@ from grpo_megatron.checkpoints.distributed import load_model, save_model
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.device_copies import to_device, to_host, wait_for_copies
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
-from grpo_megatron.trainer.megatron.policy import Policy, state_tensors
+from grpo_megatron.trainer.megatron.policy import Policy, adapter_tensors, base_tensors
 from grpo_megatron.trainer.steps import optimizer_step
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.recorded_batch import objective_of
+from grpo_megatron.weights.gather import all_gathered
 
 START = "start"
 """The policy as it was when RL began (or at the last refresh)."""
 
 
 class References:
-    """Weights by name. `START` is taken by `take`, the others are read from Hugging Face files."""
+    """Weights by name. `START` is taken by `take`, the others are read from Hugging Face files.
+
+    Where adapters are trained, `START` is a set of adapters, and the others are weights with which
+    the model computes without any.
+
+    Attributes:
+        start_is_base: Whether `START` is the model without its adapters."""
 
     def __init__(self, config: RunConfig):
         self.config = config
         self._weights: dict[str, list[torch.Tensor]] = {}
         self._saved: str | None = None  # directory that holds START as it is now
+        self.start_is_base = False
         self._name_of_domain: dict[str, str] = {}
         for domain in config.domains:
             self._name_of_domain[domain.name] = str(domain.reference or START)
@@ -50,15 +59,25 @@ class References:
         return is_measured or objective_of(self.config, {}).wants_reference
 
     def take(self, policy: Policy, name: str = START) -> None:
-        """Make the current weights a reference, as a copy on the host."""
+        """Make the current weights a reference, as a copy on the host. Collective."""
+        if name == START:
+            self._saved = None
+            self.start_is_base = False
+            if policy.lora is not None and _add_nothing(policy):
+                self.begin_with_base()
+                return
         copies = []
-        for tensor in state_tensors(policy):
+        for tensor in _tensors_of(policy, name):
             host = torch.empty_like(tensor, device="cpu", pin_memory=HAS_CUDA)
             copies.append(host.copy_(tensor, non_blocking=True))
         wait_for_copies()
         self._weights[name] = copies
-        if name == START:
-            self._saved = None
+
+    def begin_with_base(self) -> None:
+        """Let `START` be the model without its adapters, as a checkpoint says it was."""
+        self.start_is_base = True
+        self._saved = None
+        self._weights.pop(START, None)
 
     def save(self, policy: Policy, checkpoint: Path) -> str | None:
         """Write `START` beside `checkpoint` unless it is there; its name for `load`. Collective."""
@@ -95,16 +114,24 @@ class References:
         if ema is None:
             self.take(policy)
             return
-        for kept, tensor in zip(self._weights[START], state_tensors(policy), strict=True):
+        for kept, tensor in zip(self._weights[START], _tensors_of(policy, START), strict=True):
             if kept.is_floating_point():
                 kept.lerp_(tensor.to(kept.device), 1 - ema)
 
     @contextmanager
     def exchanged(self, policy: Policy, name: str = START) -> Iterator[None]:
         """The policy computes with the reference's weights inside the block."""
+        if name == START and self.start_is_base:
+            with policy.without_adapters():
+                yield
+            return
         self._exchange(policy, name)
         try:
-            yield
+            if name == START:
+                yield
+            else:
+                with policy.without_adapters():
+                    yield
         finally:
             self._exchange(policy, name)
 
@@ -144,11 +171,24 @@ class References:
 
     def _exchange(self, policy: Policy, name: str) -> None:
         """Swap the policy's weights with the reference's."""
-        for tensor, kept in zip(state_tensors(policy), self._weights[name], strict=True):
+        for tensor, kept in zip(_tensors_of(policy, name), self._weights[name], strict=True):
             aside = tensor.clone()  # the queue of the device keeps the order of the three
             tensor.copy_(kept, non_blocking=True)
             kept.copy_(aside, non_blocking=True)
         wait_for_copies()
+
+
+def _tensors_of(policy: Policy, name: str) -> list[torch.Tensor]:
+    """What a reference consists of: of an earlier policy with adapters these, else all weights."""
+    if policy.lora is not None and name == START:
+        return [parameter.data for parameter in adapter_tensors(policy)]
+    return base_tensors(policy)
+
+
+def _add_nothing(policy: Policy) -> bool:
+    """Whether no adapter changes what the model computes, on any rank. Collective."""
+    changes = any(adapter.lora_B.detach().any().item() for adapter in policy.adapters)
+    return not any(all_gathered(changes))
 
 
 def _take_over(

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import DistillationConfig, RunConfig, TeacherConfig
 from grpo_megatron.errors import DataError
-from grpo_megatron.trainer.megatron.policy import Policy, state_tensors
+from grpo_megatron.trainer.megatron.policy import Policy, base_tensors
 from grpo_megatron.trainer.megatron.policy_model import PolicyModel
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, untruncated
@@ -46,6 +46,10 @@ class Teachers:
 
         The policy is as before afterwards. Collective. Raises DataError where the step lacks what a
         served teacher answered."""
+        with policy.without_adapters():
+            self._look_at(policy, update, table)
+
+    def _look_at(self, policy: Policy, update: UpdateBatch, table: SampleTable) -> None:
         students: list[torch.Tensor] | None = None
         for number, teacher in enumerate(self.settings.teachers):
             has_teacher = np.isin(table.domain, self._domains_of(teacher))
@@ -55,7 +59,7 @@ class Teachers:
             if not table.of_episodes(has_teacher)[update.samples.numpy()].any():  # on every rank
                 continue
             if students is None:
-                students = [tensor.to("cpu", copy=True) for tensor in state_tensors(policy)]
+                students = [tensor.to("cpu", copy=True) for tensor in base_tensors(policy)]
             assert teacher.path is not None  # rule teacher_source
             self._put_in_place(policy, teacher.path)
             self._ask(policy, update, table, teacher, has_teacher)
@@ -72,7 +76,7 @@ class Teachers:
 
     def _put_in_place(self, policy: Policy, path: Path) -> None:
         """Give the policy the weights of a checkpoint; from the second time on, from a file."""
-        tensors = state_tensors(policy)
+        tensors = base_tensors(policy)
         if path not in self._files:
             self._load(path)
             with tempfile.TemporaryFile() as file:
@@ -214,5 +218,5 @@ def _own_rows(
 
 def _fill(policy: Policy, tensors: list[torch.Tensor]) -> None:
     """Copy values into the policy's own tensors."""
-    for tensor, value in zip(state_tensors(policy), tensors, strict=True):
+    for tensor, value in zip(base_tensors(policy), tensors, strict=True):
         tensor.copy_(value)

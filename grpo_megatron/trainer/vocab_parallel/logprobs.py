@@ -277,7 +277,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             assert grad_truncated is not None  # `forward` had a third result
             grad_targets = grad_logprobs + grad_truncated
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight: torch.Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for number, start in enumerate(range(0, len(targets), settings.chunk_tokens)):
             part = slice(start, start + settings.chunk_tokens)
             product: torch.Tensor | None = None
@@ -300,5 +302,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             grad.scatter_add_(-1, chunk.local[:, None], own[:, None])
             grad = (grad / settings.temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
-            add_product(grad_weight, grad, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                add_product(grad_weight, grad, hidden[part])
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None

@@ -1,0 +1,72 @@
+"""Rules between `[lora]` and the other tables of a run."""
+
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import RunConfig
+
+LORA_RUN_RULES = RuleSet()
+"""Their checks take the run; those that need the model are `plan.lora.LORA_RULES`."""
+
+
+@LORA_RUN_RULES.rule("lora_trains")
+def adapters_are_trained(run: RunConfig) -> Violation | None:
+    """Refuse adapters in a run that trains nothing."""
+    if run.lora is None or run.trains:
+        return None
+    return Violation(
+        "lora",
+        f"a run of kind {run.kind!r} trains nothing",
+        remedy="remove [lora], and give model.path the export of the run that trained adapters",
+        related=("kind",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_start")
+def adapters_begin_in_one_way(run: RunConfig) -> Violation | None:
+    """Refuse adapters from a file after a cold start, which changes the weights below them."""
+    if run.lora is None or run.lora.path is None or run.cold_start is None:
+        return None
+    return Violation(
+        "lora.path",
+        "adapters from a file belong to the weights as they are, and the cold start trains those",
+        remedy="remove [cold_start] or lora.path",
+        related=("cold_start",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_reference")
+def references_are_no_averages(run: RunConfig) -> Violation | None:
+    """Refuse a moving average of adapters: A and B averaged apart are not the average of B A."""
+    if run.lora is None or run.objective.reference_ema is None:
+        return None
+    return Violation(
+        "objective.reference_ema",
+        "a moving average of the reference is one of weights, and with [lora] only adapters move",
+        nearest=(None,),
+        related=("lora", "objective.reference_interval"),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_routers")
+def routers_are_frozen(run: RunConfig) -> Violation | None:
+    """Refuse selection biases that move while all weights stay."""
+    if run.lora is None or run.routing.router_policy != "none":
+        return None
+    return Violation(
+        "routing.router_policy",
+        "with [lora] routers are frozen as all weights are, their selection bias too",
+        nearest=("freeze_weights", "freeze_bias"),
+        related=("lora",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_precision")
+def adapters_have_no_fp8(run: RunConfig) -> Violation | None:
+    """Refuse FP8: the engine gets weights with adapters in them, which FP8 rounds otherwise."""
+    if run.lora is None or run.trainer.fp8 == "none":
+        return None
+    return Violation(
+        "trainer.fp8",
+        "with [lora] the matrix products of the layers are not done in FP8",
+        nearest=("none",),
+        related=("lora",),
+    )

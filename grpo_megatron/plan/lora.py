@@ -1,0 +1,126 @@
+"""Which linear layers of a model can have adapters, by Hugging Face's names."""
+
+from grpo_megatron.config.lora import ALL_LINEAR, LoraConfig, is_target
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.plan.family import family_of
+from grpo_megatron.plan.model_facts import ModelFacts
+
+LORA_RULES = RuleSet()
+"""Their checks take the run, its [lora], and the facts of its model."""
+
+
+def linear_layers(model: ModelFacts) -> list[str]:
+    """Name the linear layers of the decoder's layers, such as `self_attn.q_proj`, each kind once.
+
+    Of an expert the number is left out: `mlp.experts.down_proj`."""
+    names = []
+    for parameter, tensors in family_of(model.model_type).layer.items():
+        if ".linear_" not in parameter or not parameter.endswith(".weight"):
+            continue
+        if not _has(model, parameter):
+            continue
+        if isinstance(tensors, str):
+            tensors = [tensors]
+        for tensor in tensors:
+            names.append(tensor.removesuffix(".weight").replace("{expert}.", ""))
+    return names
+
+
+def _has(model: ModelFacts, parameter: str) -> bool:
+    """Whether a model has this parameter of its family's table in some layer."""
+    if parameter.startswith("mlp.experts."):
+        return model.is_moe
+    if parameter.startswith("mlp.shared_experts."):
+        return model.shared_expert_intermediate_size > 0
+    if parameter.startswith("mlp."):
+        return model.has_dense_layers
+    if "linear_q_down_proj" in parameter or "linear_q_up_proj" in parameter:
+        return model.has_query_rank
+    if "linear_q_proj" in parameter:
+        return not model.has_query_rank
+    return True
+
+
+def bound_layers(lora: LoraConfig, model: ModelFacts) -> list[str]:
+    """Name the linear layers that get adapters, as `linear_layers` names them."""
+    return [layer for layer in linear_layers(model) if is_target(layer, lora.targets)]
+
+
+@LORA_RULES.rule("lora_targets")
+def targets_name_layers(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> list[Violation]:
+    """Refuse every target that names no linear layer of the model."""
+    layers = linear_layers(model)
+    known = [ALL_LINEAR]
+    for layer in layers:
+        parts = layer.split(".")
+        known += [parts[-1], *parts[:-1], layer]
+    found = []
+    for target in lora.targets:
+        if any(is_target(layer, (target,)) for layer in layers):
+            continue
+        close = nearest(target, dict.fromkeys(known))
+        remedy = f"the linear layers of {model.model_type} are {', '.join(layers)}"
+        found.append(
+            Violation(
+                "lora.targets",
+                f"{target!r} names no linear layer of the model ({model.model_type})",
+                nearest=close,
+                remedy="" if close else remedy,
+            )
+        )
+    return found
+
+
+@LORA_RULES.rule("lora_targets")
+def every_stage_has_adapters(
+    run: RunConfig, lora: LoraConfig, model: ModelFacts
+) -> Violation | None:
+    """Refuse targets that some layers, and so maybe a pipeline stage, have none of."""
+    bound = bound_layers(lora, model)
+    is_mixed = model.is_moe and model.has_dense_layers
+    if run.trainer.pipeline_parallel_size == 1 or not is_mixed or not bound:
+        return None
+    is_everywhere = any(layer.startswith("self_attn.") for layer in bound)
+    if is_everywhere:
+        return None
+    return Violation(
+        "lora.targets",
+        "dense layers and layers with experts have different targets, and with pipeline stages "
+        f"(PP = {run.trainer.pipeline_parallel_size}) one might have none",
+        remedy="name a layer of the attention too, for example o_proj",
+        related=("trainer.pipeline_parallel_size",),
+    )
+
+
+@LORA_RULES.rule("lora_experts")
+def shared_adapters_have_experts(
+    run: RunConfig, lora: LoraConfig, model: ModelFacts
+) -> Violation | None:
+    """Refuse adapters that experts share where no expert has any."""
+    bound = bound_layers(lora, model)
+    if lora.experts == "each" or any(".experts." in layer for layer in bound):
+        return None
+    return Violation(
+        "lora.experts",
+        f"lora.targets names no routed experts of the model ({model.model_type})",
+        nearest=("each",),
+        related=("lora.targets",),
+    )
+
+
+@LORA_RULES.rule("lora_experts")
+def shared_adapters_are_split_as_attention_is(
+    run: RunConfig, lora: LoraConfig, model: ModelFacts
+) -> Violation | None:
+    """Refuse shared adapters where experts are split over some of the tensor ranks."""
+    trainer = run.trainer
+    if lora.experts == "each" or trainer.etp in (1, trainer.tensor_parallel_size):
+        return None
+    return Violation(
+        "trainer.expert_tensor_parallel_size",
+        f"adapters that experts share need ETP = 1 or TP = {trainer.tensor_parallel_size}",
+        nearest=(1, trainer.tensor_parallel_size),
+        related=("lora.experts",),
+    )

@@ -1,0 +1,1 @@
+"""LoRA: low-rank adapters beside frozen linear layers (docs/lora.md)."""

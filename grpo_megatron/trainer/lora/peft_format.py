@@ -1,0 +1,173 @@
+"""Adapters as PEFT keeps them: adapter_config.json and adapter_model.safetensors.
+
+Every expert has tensors of its own there. An adapter that experts share is written for each of
+them, and read where all are equal."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from grpo_megatron.checkpoints import durable
+from grpo_megatron.checkpoints.hf_import import refuse_unfit
+from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.files import empty_directory
+from grpo_megatron.trainer.megatron.policy import Policy
+from grpo_megatron.weights.gather import Shard, ShardedModel, on_rank_0
+from grpo_megatron.weights.parameters import Parameter
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_SHARED = re.compile(r"\.experts\.(?=[a-z])")
+"""In the name of an adapter that experts share: what the number of one follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMap:
+    """Says of adapters what `TensorMap` does of weights: each parameter is one tensor."""
+
+    tied_embeddings: bool = False
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> Parameter:
+        """Return the parameter of that name."""
+        return Parameter(name, shape, ((name, shape),))
+
+
+def adapter_model(policy: Policy) -> ShardedModel:
+    """Return all adapters, spread over ranks as they are."""
+    shards: list[Shard] = []
+    for adapter in policy.adapters:
+        for _, shard in adapter.shards():
+            shards.append(shard)
+    return ShardedModel(AdapterMap(), shards)
+
+
+def export_adapters(policy: Policy, directory: Path, base_model: str) -> None:
+    """Write the adapters of all ranks. base_model: what PEFT calls base_model_name_or_path.
+
+    Rank 0 brings them together in host memory. Raises SetupError when the disk is full. Collective.
+    """
+    model = adapter_model(policy)
+    num_experts = policy.config.num_moe_experts or 0
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.stream(model.entries, [0] * len(model.entries)):
+        for of_layer in _names_in_file(name, num_experts):
+            tensors[of_layer] = tensor.cpu().clone().contiguous()
+    assert policy.lora is not None  # there are adapters
+    on_rank_0(_write, directory, tensors, policy.lora, base_model)
+
+
+def _write(
+    directory: Path, tensors: dict[str, torch.Tensor], lora: LoraConfig, base_model: str
+) -> None:
+    working = durable.working_directory(directory)
+    empty_directory(working)
+    with durable.disk_errors(working):
+        save_file(tensors, working / WEIGHTS, metadata={"format": "pt"})
+    durable.write_json(working / CONFIG, _peft_config(lora, sorted(tensors), base_model))
+    durable.commit(working, directory)
+
+
+def _peft_config(lora: LoraConfig, names: list[str], base_model: str) -> dict[str, Any]:
+    """Return adapter_config.json, of which PEFT takes defaults for the rest."""
+    modules = set()
+    for name in names:
+        path = re.sub(r"^.*\.layers\.\d+\.", "", name)
+        modules.add(re.sub(r"\.lora_[AB]\.weight$", "", path))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha_value,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.rank_stabilised,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "inference_mode": True,
+    }
+
+
+def _names_in_file(name: str, num_experts: int) -> Iterator[str]:
+    """Yield the names of a parameter in PEFT's file: several where experts share it."""
+    if not _SHARED.search(name) or ".shared_experts." in name:
+        yield _PREFIX + name
+        return
+    for expert in range(num_experts):
+        yield _PREFIX + _SHARED.sub(f".experts.{expert}.", name)
+
+
+def import_adapters(policy: Policy, directory: Path) -> None:
+    """Fill the adapters from PEFT's files; each rank takes the parts that it has. Collective.
+
+    Raises CheckpointError where they are of another rank, scale, kind or model than the policy's.
+    """
+    assert policy.lora is not None  # there are adapters
+    _require_same_config(policy.lora, directory)
+    model = adapter_model(policy)
+    num_experts = policy.config.num_moe_experts or 0
+    wanted: dict[str, tuple[int, ...]] = {}
+    for entry in model.entries:
+        for name in _names_in_file(entry.parameter.name, num_experts):
+            wanted[name] = entry.parameter.shape
+    with (
+        durable.explained(f"cannot read {WEIGHTS}", directory),
+        safe_open(directory / WEIGHTS, "pt") as file,
+    ):
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        refuse_unfit(
+            directory,
+            found,
+            wanted,
+            "[lora] for this model",
+            "do rank, targets and experts of [lora] say how the adapters were made?",
+        )
+        for shard in model.shards:
+            names = list(_names_in_file(shard.name, num_experts))
+            whole = file.get_tensor(names[0])
+            for name in names[1:]:
+                if not torch.equal(file.get_tensor(name), whole):
+                    raise CheckpointError(
+                        f"{name} differs from {names[0]}, and lora.experts is 'shared'",
+                        where=str(directory),
+                        remedy="lora.experts='each'",
+                    )
+            if shard.dim is not None:
+                whole = whole.chunk(shard.size, shard.dim)[shard.rank]
+            shard.tensor.data.copy_(whole)
+    dist.barrier()
+
+
+def _require_same_config(lora: LoraConfig, directory: Path) -> None:
+    """Raise CheckpointError where an adapter_config.json says something else than [lora]."""
+    with durable.explained(f"cannot read {CONFIG}", directory):
+        saved = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    wanted = {
+        "peft_type": ("LORA", "LORA"),
+        "r": (lora.rank, 8),
+        "lora_alpha": (lora.alpha_value, 8),
+        "use_rslora": (lora.rank_stabilised, False),
+        "use_dora": (False, False),
+        "fan_in_fan_out": (False, False),
+        "bias": ("none", "none"),
+        "rank_pattern": ({}, {}),
+        "alpha_pattern": ({}, {}),
+    }
+    for key, (value, default) in wanted.items():
+        found = saved.get(key, default)
+        if found != value and not (not found and not value):
+            raise CheckpointError(
+                f"{key} of {CONFIG} is {found!r}, and [lora] needs {value!r}",
+                where=str(directory),
+                remedy="set rank, alpha and rank_stabilised of [lora] as the adapters were made; "
+                "other kinds of adapters are not supported",
+            )

@@ -1,0 +1,138 @@
+"""A whole trainer with adapters: what it saves, resumes, exports and reads in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.trainer.test_layout_parity import LAYOUTS_2
+
+pytestmark = pytest.mark.matrix
+CASES = "tests.trainer.lora_ranks:"
+CONVERT = "tests.checkpoints.checkpoint_ranks:convert"
+LORA = {"rank": 2, "targets": ["q_proj", "o_proj", "experts"]}
+EP2 = {"num_ranks": 2, **LAYOUTS_2["ep2"]}
+
+
+@pytest.fixture(scope="module")
+def run(world2, moe_model, three_updates, tmp_path_factory):
+    """A run at expert parallelism, and the directory of its files."""
+    root = tmp_path_factory.mktemp("lora")
+    found = world2.run(
+        CASES + "service_run",
+        model=moe_model,
+        samples=three_updates,
+        layout=EP2,
+        root=str(root),
+        lora=LORA,
+    )
+    return root, found
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(run):
+    _, found = run
+    assert found["state"] == {"step": 1}
+    assert found["found"] == found["expected"]
+    assert found["first"] != found["expected"]
+
+
+def test_the_reference_is_the_model_without_adapters(run):
+    _, found = run
+    assert abs(found["first"]["reference/k3"]) < found["expected"]["reference/k3"]
+
+
+def test_an_export_is_the_converted_checkpoint(run, world1, tmp_path):
+    root, _ = run
+    target = tmp_path / "converted"
+    job = {"source": str(root / "step_000001"), "target": str(target), "to": "hf"}
+    assert world1.run(CONVERT, job=job) is None  # compares log-probs with adapters and merged
+    exported = load_file(root / "export" / "model.safetensors")
+    converted = load_file(target / "model.safetensors")
+    assert exported.keys() == converted.keys()
+    for name, tensor in exported.items():
+        np.testing.assert_allclose(converted[name], tensor, rtol=0, atol=1e-7, err_msg=name)
+
+
+def test_weights_without_an_adapter_are_as_they_were(run, moe_model):
+    root, _ = run
+    before = load_file(Path(moe_model) / "model.safetensors")
+    after = load_file(root / "export" / "model.safetensors")
+    changed = {
+        name.split(".")[-2] for name in before if not np.array_equal(before[name], after[name])
+    }
+    assert changed == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+def test_adapters_are_read_and_written_bit_for_bit(run, world2, moe_model, tmp_path, layout):
+    root, _ = run
+    world2.run(
+        CASES + "write_again",
+        model=moe_model,
+        layout=LAYOUTS_2[layout],
+        lora=LORA,
+        adapter=str(root / "adapter"),
+        target=str(tmp_path / "again"),
+    )
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (root / "adapter" / name).read_bytes()
+
+
+def test_adapters_of_another_rank_are_refused(run, world1, moe_model, three_updates):
+    root, _ = run
+    found = world1.run(
+        CASES + "import_again",
+        model=moe_model,
+        samples=three_updates,
+        layout={},
+        lora={**LORA, "rank": 3},
+        adapter=str(root / "adapter"),
+    )
+    assert "r of adapter_config.json is 2, and [lora] needs 3" in found["error"]
+
+
+def test_adapters_that_experts_share_are_written_for_each(run, world2, moe_model, tmp_path):
+    root, _ = run
+    source = tmp_path / "adapter"
+    source.mkdir()
+    tensors = load_file(root / "adapter" / "adapter_model.safetensors")
+    for name in tensors:
+        tensors[name] = tensors[name.replace(".experts.3.", ".experts.0.")]
+        for expert in "123":
+            if f".experts.{expert}." in name:
+                tensors[name] = tensors[name.replace(f".experts.{expert}.", ".experts.0.")]
+    save_file(tensors, source / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = (root / "adapter" / "adapter_config.json").read_text()
+    (source / "adapter_config.json").write_text(config)
+    world2.run(
+        CASES + "write_again",
+        model=moe_model,
+        layout=LAYOUTS_2["ep2"],
+        lora={**LORA, "experts": "shared"},
+        adapter=str(source),
+        target=str(tmp_path / "again"),
+    )
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(again[name], tensor)
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["r"] == 2
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_adapters_begin_after_a_cold_start(world2, moe_model, three_updates, tmp_path, interval):
+    found = world2.run(
+        CASES + "service_run",
+        model=moe_model,
+        samples=three_updates,
+        layout={"num_ranks": 2, **LAYOUTS_2["tp2_sp"]},
+        root=str(tmp_path),
+        lora=LORA,
+        cold_start=True,
+        reference_interval=interval,
+    )
+    assert found["found"] == found["expected"]

@@ -1,0 +1,103 @@
+"""Adapters compute, learn and merge the same at every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.trainer.test_layout_parity import APART, LAYOUTS_2, LAYOUTS_4, assert_same
+
+TRAIN = "tests.trainer.lora_ranks:train_adapters"
+MERGE = "tests.trainer.lora_ranks:merged_logprobs"
+EACH = {"rank": 3}
+GATE = ("ep2",)
+
+
+def in_gate(names) -> list:
+    """Mark what is not selected for `make test` as of the tier `matrix`."""
+    marked = []
+    for name in names:
+        marks = [] if name in GATE else [pytest.mark.matrix]
+        marked.append(pytest.param(name, marks=marks))
+    return marked
+
+
+@pytest.fixture(scope="module")
+def expected(world1, moe_model, samples):
+    """Of one rank, by what experts have."""
+    found = {}
+
+    def of(experts: str) -> dict:
+        if experts not in found:
+            found[experts] = world1.run(
+                TRAIN,
+                model=moe_model,
+                samples=samples,
+                layout=APART,
+                lora={"rank": 3, "experts": experts},
+                gradients=True,
+            )
+        return found[experts]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", in_gate(LAYOUTS_2))
+@pytest.mark.parametrize("experts", ["each", "shared"])
+def test_gradients_of_two_ranks_equal_one(world2, expected, moe_model, samples, layout, experts):
+    found = world2.run(
+        TRAIN,
+        model=moe_model,
+        samples=samples,
+        layout=LAYOUTS_2[layout],
+        lora={"rank": 3, "experts": experts},
+        gradients=True,
+    )
+    assert_same(found, expected(experts))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS_4)
+@pytest.mark.parametrize("experts", ["each", "shared"])
+def test_gradients_of_four_ranks_equal_one(world4, expected, moe_model, samples, layout, experts):
+    found = world4.run(
+        TRAIN,
+        model=moe_model,
+        samples=samples,
+        layout=LAYOUTS_4[layout],
+        lora={"rank": 3, "experts": experts},
+        gradients=True,
+    )
+    assert_same(found, expected(experts))
+
+
+def test_adapters_switched_off_and_merged(world1, moe_model, samples):
+    found = world1.run(MERGE, model=moe_model, samples=samples, layout={}, lora=EACH)
+    for fresh, adapted, off, merged in zip(
+        found["fresh"], found["adapted"], found["off"], found["merged"], strict=True
+    ):
+        np.testing.assert_array_equal(fresh, off)
+        assert np.abs(adapted - off).max() > 0.01
+        np.testing.assert_allclose(merged, adapted, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", in_gate(["tp2_sp", "pp2"]))
+def test_dense_models(world1, world2, dense_model, samples, layout):
+    """Only some of q, k and v have an adapter."""
+    lora = {"rank": 3, "targets": ["q_proj", "v_proj", "mlp"], "rank_stabilised": True}
+    arguments = {"model": dense_model, "samples": samples, "lora": lora, "gradients": True}
+    expected = world1.run(TRAIN, layout=APART, **arguments)
+    found = world2.run(TRAIN, layout=LAYOUTS_2[layout], **arguments)
+    assert_same(found, expected)
+    assert not any("k_proj" in name for name in found["tensors"])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2", "tp2_sp"])
+def test_replayed_routes(world1, world2, routed, layout):
+    """Adapters beside the experts that the engine chose, in dense and in MoE layers."""
+    model, samples = routed
+    arguments = {"model": model, "samples": samples, "lora": EACH, "replay": "r3"}
+    expected = world1.run(TRAIN, layout=APART, gradients=True, **arguments)
+    found = world2.run(TRAIN, layout=LAYOUTS_2[layout], gradients=True, **arguments)
+    assert_same(found, expected)
