@@ -110,12 +110,32 @@ def _amounts(found: Prediction) -> dict[str, str]:
         "MFU": f"{found.mfu:.1%} of the trainer while it trains, {found.step_mfu:.1%} of all GPUs",
         "utilisation": f"trainer {found.trainer_utilisation:.0%}, "
         f"engines {found.engine_utilisation:.0%}",
-        "staleness": f"{found.staleness_versions:g} versions, {found.staleness_updates:g} updates",
+        **_forecast_rows(found),
         "cost": f"{found.gpu_hours_per_step:.2f} GPU hours a step, {found.gpu_hours:,.0f} in all",
         "how sure": f"of published times that no constant was fitted to, half are within "
         f"{MEDIAN_ERROR:.0%} and all within {WORST_ERROR:.0%}: docs/plan-time.md",
         "largest phase": f"{found.largest_phase.replace('_', ' ')}; to shorten it: {found.advice}",
     }
+
+
+def _forecast_rows(found: Prediction) -> dict[str, str]:
+    """Of the simulated steps in flight; none where nothing is generated or trained."""
+    seen = found.forecast
+    if seen is None:
+        return {}
+    rows = {
+        "staleness": f"{seen.mean:.2f} versions on the mean over tokens, at most {seen.max:.0f}; "
+        f"{seen.sample_mean:.2f} on the mean over samples; {found.staleness_updates:.2f} updates",
+        "too old": f"{seen.too_old_fraction:.1%} of the tokens",
+        "idle": f"trainer {seen.trainer_idle:.0%}, engines {seen.engine_idle:.0%} of the time",
+    }
+    known = found.published
+    if known is not None:
+        rows["published at this bound"] = (
+            f"learning rates up to {known.max_learning_rate:g}, {known.min_samples} samples or "
+            "more an optimizer step: docs/staleness.md"
+        )
+    return rows
 
 
 def search(

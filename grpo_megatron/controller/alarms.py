@@ -140,12 +140,30 @@ def too_much_clipped(limits: AlarmsConfig, share: MovingMean) -> str:
     )
 
 
+def unforeseen_staleness(limits: AlarmsConfig, distance: MovingMean) -> str:
+    """Say that tokens are older, or younger, than the seen durations explain."""
+    assert distance.newest is not None
+    if abs(distance.newest) <= limits.staleness_distance:
+        return ""
+    direction, remedy = "younger", "see idle/* for who waits"
+    if distance.newest > 0:
+        direction = "older"
+        remedy = "look for steps that take much longer than the mean; lower batch.max_staleness"
+    return (
+        f"trained tokens are {direction} than steps of the seen mean durations would make them, by "
+        f"{abs(distance.newest):.0%} of the predicted staleness over {limits.window} steps "
+        f"(alarms.staleness_distance = {limits.staleness_distance:g}): durations vary (time/*_s, "
+        f"response/length_max), an engine stalls, or was restarted; {remedy}"
+    )
+
+
 _OF_RL = (
     WatchedMetric("entropy_collapse", "policy/entropy", entropy_collapse),
     WatchedMetric("entropy_explosion", "policy/entropy", entropy_explosion),
     WatchedMetric("reference_kl", "reference/k3", far_from_reference),
     WatchedMetric("length_growth", "response/length_mean", length_growth),
     WatchedMetric("clip_fraction", "clip/region_fraction", too_much_clipped),
+    WatchedMetric("unforeseen_staleness", "staleness/unforeseen", unforeseen_staleness),
 )
 _NO_SIGNAL = WatchedMetric("no_signal", "group/all_equal_fraction", no_signal)
 

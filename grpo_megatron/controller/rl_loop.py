@@ -24,6 +24,7 @@ from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import prune_store, starting_steps
 from grpo_megatron.controller.rollout_batch import RecordedStep, StepSource
 from grpo_megatron.controller.sampling_chain import SamplingChain
+from grpo_megatron.controller.staleness_watch import StalenessWatch, TrainerSeconds
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.errors import EngineError, GrpoMegatronError, MismatchError
@@ -86,6 +87,10 @@ class RLLoop:
         self._alarms = alarms_of(config, run_dir.metrics)
         self._started = time.monotonic() - state.seconds
         self._first = state.step
+        self._staleness = StalenessWatch(config)
+        self._pause_s = 0.0  # of engines, for the newest weights
+        self._published_at = 0.0
+        self._after_s = 0.0  # from the last publish to the next step
         self._step_began = time.monotonic()
         self._checkpointed = -1
         self._unfinished: int | None = None  # step whose checkpoint is being written
@@ -112,6 +117,8 @@ class RLLoop:
         be: ahead, while this one trains; else of engines that pause until they have its weights."""
         step = self.state.step
         self._phases.subject = f"step {step}"
+        if self._published_at:
+            self._after_s = time.monotonic() - self._published_at
         if self.chain:
             self._phases.show_sampling()
         recorded = await self._collect(self.chain.take(step))
@@ -202,7 +209,10 @@ class RLLoop:
         with self._phases.measure("publish"):
             if more and self._engines_may_be_asked_early(step):
                 self.chain.ask(step + 1, step + 1)
+            began = time.monotonic()
             await self._publisher.publish(step + 1)
+            self._published_at = time.monotonic()
+            self._pause_s = self._published_at - began
             if self.ahead:
                 self._logprob_check = await self._check_logprobs()
 
@@ -263,6 +273,8 @@ class RLLoop:
         metrics["time/step_s"] = sum(seconds.values())
         now = time.monotonic()
         metrics |= idle_shares(seconds, now - self._step_began)
+        of_trainer = TrainerSeconds(seconds.get("train", 0.0), self._pause_s, self._after_s)
+        metrics |= self._staleness.metrics(recorded.facts.metrics, recorded.sampling, of_trainer)
         self._step_began = now
         tokens = {"rollout": metrics["batch/num_tokens"], "train": report.tokens}
         for phase, count in tokens.items():

@@ -32,6 +32,7 @@ from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_step
 from grpo_megatron.controller.seeding import Seeding
 from grpo_megatron.controller.served_teachers import ServedTeachers
+from grpo_megatron.controller.staleness_watch import SampledSeconds, answers_of
 from grpo_megatron.data.dataset_answers import DatasetAnswers
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
@@ -54,6 +55,7 @@ class RecordedStep:
     seconds: dict[str, float] = field(default_factory=dict)  # of its sampling, by phase
     logprob_check: dict[str, float] = field(default_factory=dict)  # its metrics, if one was made
     fresh: bool = False  # sampled just now
+    sampling: SampledSeconds | None = None  # how long that took; None of the store's
 
 
 class StepSource(Protocol):
@@ -153,7 +155,14 @@ class StepSampler:
         }
         if teacher_logprobs:
             seconds["teachers"] = answered_at - scored_at
-        return RecordedStep(step, directory, facts, seconds, fresh=True)
+        recorded_at = time.perf_counter()
+        sampling = SampledSeconds(
+            generation_s=sampled.busy_s - waited,
+            reward_s=answered_at - started - sampled.rollout_s,
+            record_s=recorded_at - written_from,
+            answers=answers_of(sampled.groups),
+        )
+        return RecordedStep(step, directory, facts, seconds, fresh=True, sampling=sampling)
 
     def _facts(self, step: int, version: int, sampled: "SampledStep") -> StepFacts:
         config = self._config

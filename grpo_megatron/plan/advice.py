@@ -3,8 +3,9 @@
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import vocabulary_of
+from grpo_megatron.plan.memory import samples_of_step, vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.published_staleness import PUBLISHED_RUNS, published_range
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 
 LEARNING_RATES = (1e-7, 1e-5)
@@ -58,6 +59,56 @@ def group_size_is_a_published_one(config: RunConfig) -> Violation | None:
         "num_prompts) teach more for the same number of samples",
         nearest=(MAX_GROUP_SIZE,),
     )
+
+
+@ADVICE.rule("usual_staleness")
+def staleness_is_a_published_one(config: RunConfig) -> list[Violation]:
+    """Warn of learning rates and batches that no published run has so far ahead."""
+    batch = config.batch
+    if config.kind != "rl" or batch.max_staleness == 0 or config.num_steps == 0:
+        return []
+    behind = batch.max_staleness * batch.updates_per_step
+    known = published_range(behind)
+    if known is None:
+        furthest = max(run.staleness for run in PUBLISHED_RUNS)
+        return [
+            Violation(
+                "batch.max_staleness",
+                f"samples may be {behind} optimizer steps behind; published runs with a known "
+                f"learning rate go to {furthest}",
+                nearest=(furthest // batch.updates_per_step,),
+            )
+        ]
+    found = []
+    rate = config.optimizer.lr
+    if rate > known.max_learning_rate and num_parameters(config) >= _TINY_MODEL:
+        found.append(
+            Violation(
+                "optimizer.lr",
+                f"published runs with samples {behind} or more optimizer steps behind have "
+                f"learning rates of at most {known.max_learning_rate:g}",
+                nearest=(known.max_learning_rate,),
+                related=("batch.max_staleness",),
+            )
+        )
+    samples = samples_of_step(config) // batch.updates_per_rollout
+    if samples < known.min_samples:
+        found.append(
+            Violation(
+                "batch.num_prompts",
+                f"an optimizer step has {samples} samples; published runs with samples {behind} or "
+                f"more optimizer steps behind have {known.min_samples} or more",
+                nearest=(_prompts_for(config, known.min_samples),),
+                related=("batch.max_staleness", "batch.num_samples_per_prompt"),
+            )
+        )
+    return found
+
+
+def _prompts_for(config: RunConfig, samples: int) -> int:
+    """Prompts of a step whose updates have at least `samples`."""
+    needed = samples * config.batch.updates_per_rollout
+    return -(-needed // config.batch.num_samples_per_prompt)
 
 
 def num_parameters(config: RunConfig) -> int:

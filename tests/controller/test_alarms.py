@@ -171,3 +171,17 @@ def test_a_run_says_it_once_and_counts_every_step(tmp_path, monkeypatch):
     loop.run()
     assert [record["alarm/no_signal"] for record in loop.metrics()] == [0, 1, 1, 1, 1]
     assert len(said) == 1 and said[0].startswith("step 1: 100% of the groups")
+
+
+@pytest.mark.parametrize(
+    ("distance", "word"), [(0.6, "older"), (-0.6, "younger"), (0.5, ""), (-0.5, "")]
+)
+def test_staleness_that_durations_do_not_explain(distance, word):
+    alarms = alarms_with()
+    texts = []
+    for _ in range(LIMITS.window):
+        texts.append(alarms({"staleness/unforeseen": distance})["unforeseen_staleness"])
+    assert texts[:-1] == [""] * (LIMITS.window - 1)
+    assert bool(texts[-1]) == bool(word)
+    assert word in texts[-1]
+    assert "unforeseen_staleness" not in alarms({"staleness/unforeseen": float("nan")})

@@ -22,6 +22,7 @@ from grpo_megatron.controller.rollout_batch import BusyClock
 from grpo_megatron.controller.sampling_chain import SamplingChain
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.telemetry.metrics import read_metrics
 from grpo_megatron.types import VersionSpan
 from tests.controller.loops import START, Crash, Loop
 from tests.controller.scored_groups import completion, recipe
@@ -148,6 +149,38 @@ def test_engines_that_are_faster_go_to_the_bound(tmp_path, ahead):
     records = loop.metrics()
     assert [r["policy/staleness"] for r in records] == [min(s, ahead) for s in range(NUM_STEPS)]
     assert records[-1][f"staleness/{ahead}"] == 1
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_a_step_says_seen_and_predicted_staleness(tmp_path, ahead):
+    """Training takes much longer than sampling: the bound is predicted once it is reached."""
+    loop = make(tmp_path, ahead=ahead, pause="keep" if ahead else "wait")
+    loop.train_s = lambda step: 0.06
+    loop.run()
+    records = loop.metrics()
+    if not ahead:
+        assert not any("staleness/seen_mean" in record for record in records)
+        return
+    for step, record in enumerate(records):
+        assert record["staleness/seen_mean"] <= record["staleness/seen_max"] <= ahead
+        assert record["staleness/predicted_mean"] <= record["staleness/predicted_max"] <= ahead
+        assert record["staleness/predicted_mean"] <= step
+    last = records[-1]
+    assert last["staleness/seen_max"] == last["staleness/predicted_max"] == ahead
+    every = list(read_metrics(loop.run_dir.metrics))
+    assert 0 <= every[-1]["idle/predicted_trainer"] <= 1
+
+
+def test_steps_of_the_store_predict_nothing(tmp_path):
+    loop = make(tmp_path, ahead=2, crash_at=4)
+    with pytest.raises(Crash):
+        loop.run()
+    again = make(tmp_path, ahead=2, num_steps=5)
+    state = loop.states[max(loop.states)]
+    drop_disconnected(again.run_dir.store, state.step)
+    again.run(state)
+    of_store = again.metrics()[state.step]
+    assert "staleness/seen_mean" in of_store and "staleness/predicted_mean" not in of_store
 
 
 def test_weights_that_come_in_mid_request_are_counted_by_token(tmp_path):

@@ -16,7 +16,15 @@ COMMAND = [sys.executable, "-m", "grpo_megatron.cli.main"]
 RECIPE = str(HERE / "recipe.toml")
 TIMEOUT_S = 1500  # of what hangs, as in pyproject.toml
 # not a function of the samples alone
-TIMED = ("time", "idle", "throughput", "trainer/peak", "canary/seconds")
+TIMED = (
+    "time",
+    "idle",
+    "throughput",
+    "trainer/peak",
+    "canary/seconds",
+    "staleness/predicted",
+    "staleness/unforeseen",
+)
 
 
 def command(

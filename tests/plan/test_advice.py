@@ -10,6 +10,7 @@ from grpo_megatron.plan.advice import advice_for
 from grpo_megatron.plan.resolve import resolve
 
 RELEASED = "dense/qwen2.5-7b"
+SMALL_STEP = ["batch.num_prompts=8", "batch.num_samples_per_prompt=8"]
 
 
 def keys(recipe: str, *overrides: str) -> list[str]:
@@ -36,6 +37,37 @@ def test_tiny_models_learn_fast_and_supervision_has_rates_of_its_own():
     assert keys("demo/gspo-moe-cpu", "optimizer.lr=1e-2") == []
     assert keys("demo/gspo-moe-cpu", "optimizer.lr=1e-8") == ["optimizer.lr"]
     assert keys("stages/deepseek-v3-sft", "optimizer.lr=1e-4") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["batch.max_staleness=4", "optimizer.lr=1e-5"], []),
+        (["batch.max_staleness=5", "optimizer.lr=1e-5"], ["optimizer.lr"]),
+        (["batch.max_staleness=5", "optimizer.lr=1e-6"], []),
+        (["batch.max_staleness=2", "batch.updates_per_rollout=4"], ["optimizer.lr"]),
+        (["batch.max_staleness=128", "optimizer.lr=1e-6"], []),
+        (["batch.max_staleness=129", "optimizer.lr=1e-6"], ["batch.max_staleness"]),
+        (["batch.max_staleness=12", *SMALL_STEP, "optimizer.lr=1e-6"], []),
+        (["batch.max_staleness=13", *SMALL_STEP, "optimizer.lr=1e-6"], ["batch.num_prompts"]),
+    ],
+)
+def test_what_is_unusual_so_far_ahead(overrides, wanted):
+    shape = ["batch.num_prompts=64", "batch.num_samples_per_prompt=16", "optimizer.lr=1e-5"]
+    found = keys(RELEASED, *shape, *overrides)
+    assert found == wanted
+
+
+def test_prompts_that_are_proposed_are_enough():
+    overrides = ["batch.max_staleness=20", "batch.num_samples_per_prompt=24", "optimizer.lr=1e-6"]
+    config = resolve(RELEASED, [*overrides, "batch.num_prompts=8"]).config
+    [unusual] = advice_for(config)
+    assert unusual.nearest == (22,)
+    assert keys(RELEASED, *overrides, "batch.num_prompts=22") == []
+
+
+def test_tiny_models_learn_fast_ahead_too():
+    assert keys("demo/gspo-moe-cpu", "batch.max_staleness=8") == []
 
 
 def test_shipped_recipes_are_usual():

@@ -8,9 +8,18 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import Plan, engine_layout, samples_of_step, vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.published_staleness import PublishedRange, published_range
 from grpo_megatron.plan.timing.constants import CPU, Constants, sources
 from grpo_megatron.plan.timing.generation import EngineLoad, generation_seconds
 from grpo_megatron.plan.timing.lengths import Lengths, log_normal, read_lengths
+from grpo_megatron.plan.timing.staleness import (
+    Flow,
+    FlowSeconds,
+    Forecast,
+    forecast,
+    slots_of,
+    spread_answers,
+)
 from grpo_megatron.plan.timing.step import StepSeconds
 from grpo_megatron.plan.timing.trainer import (
     Machine,
@@ -80,7 +89,7 @@ class Prediction:
     engine_utilisation: float
     """Share of the step in which engines generate."""
     staleness_versions: float
-    """Versions by which the weights are newer than those that an answer began with."""
+    """Mean of `forecast`; 0 where no step is sampled before the one before it is trained."""
     staleness_updates: float
     """Mean optimizer steps between what samples were drawn from and what is updated with them."""
     gpu_hours_per_step: float
@@ -89,6 +98,12 @@ class Prediction:
     largest_phase: str
     advice: str
     """What to enlarge."""
+    forecast: Forecast | None
+    """Staleness of trained tokens, and who waits for whom; None where nothing is generated and
+    trained."""
+    published: PublishedRange | None
+    """Of runs that go at least as far ahead; None where rollouts do not run ahead, or where no
+    published run with a known learning rate goes so far."""
 
     @property
     def trainer_s(self) -> float:
@@ -150,6 +165,7 @@ def predict_run(
     if config.trains:
         work = trainer_work(sizes, load, constants["attention_backward_ratio"])
         trainer = trainer_seconds(work, machine)
+    at_once = _sequences_at_once(config, plan, lengths)
     step = StepSeconds(
         generation_s=_generation_seconds(config, plan, hf, vocab_size, lengths, machine),
         trainer=trainer,
@@ -158,7 +174,8 @@ def predict_run(
         overhead_s=machine.step_overhead_s,
         overlaps=overlaps(config),
     )
-    return _prediction(config, device, lengths, load, sizes, machine, step, vocab_size, hf)
+    found = _forecast(config, at_once, lengths, step)
+    return _prediction(config, device, lengths, load, sizes, machine, step, vocab_size, hf, found)
 
 
 def overlaps(config: RunConfig) -> bool:
@@ -235,7 +252,7 @@ def _generation_seconds(
     if not generates(config):
         return 0.0
     rollout = config.rollout
-    engines = rollout.num_replicas * rollout.data_parallel_size
+    engines = num_engines(config)
     sizes = sizes_of(hf, vocab_size, engine_layout(rollout))
     samples = samples_of_step(config)
     prompts = config.batch.num_prompts
@@ -255,14 +272,19 @@ def _generation_seconds(
 
 
 def _sequences_at_once(config: RunConfig, plan: Plan, lengths: Lengths) -> int:
-    """Of a server: as many as it may run, the client asks for, and its cache holds."""
+    """Of an engine: as many as it may run, the client asks for, and its cache holds."""
+    cached = int(plan.engine["kv_tokens"] / lengths.total)
+    return max(min(asked_at_once(config), cached), 1)
+
+
+def asked_at_once(config: RunConfig) -> int:
+    """Return the sequences that an engine may run and that the client asks it for at once."""
     rollout = config.rollout
     of_request = config.batch.num_samples_per_prompt
     if rollout.deterministic or config.allocation is not None:
         of_request = 1
     asked = rollout.max_concurrent_requests * of_request // rollout.data_parallel_size
-    cached = int(plan.engine["kv_tokens"] / lengths.total)
-    return max(min(rollout.max_num_seqs, asked, cached), 1)
+    return max(min(rollout.max_num_seqs, asked), 1)
 
 
 def _weight_share(config: RunConfig) -> float:
@@ -307,6 +329,7 @@ def _prediction(
     step: StepSeconds,
     vocab_size: int,
     hf: dict[str, Any],
+    found: Forecast | None,
 ) -> Prediction:
     trainer = step.trainer
     placement = config.placement
@@ -349,12 +372,14 @@ def _prediction(
         step_mfu=flops / (step.step_s * peak * num_gpus),
         trainer_utilisation=trainer.total_s / step.step_s,
         engine_utilisation=step.generation_s / step.step_s,
-        staleness_versions=float(_staleness_versions(config, step)),
-        staleness_updates=_staleness_updates(config, step),
+        staleness_versions=found.mean if found else 0.0,
+        staleness_updates=_staleness_updates(config, found),
         gpu_hours_per_step=gpu_hours,
         gpu_hours=gpu_hours * config.num_steps,
         largest_phase=largest,
         advice=advice,
+        forecast=found,
+        published=_published(config),
     )
 
 
@@ -365,23 +390,62 @@ def _batches_in_flight(config: RunConfig) -> int:
     return config.steps_sampled_at_once
 
 
-def _staleness_versions(config: RunConfig, step: StepSeconds) -> int:
-    """As many as the recipe allows where engines are faster than the trainer, and wait for it; else
-    no more than the steps that they generate at once."""
-    if not step.overlaps:
-        return 0
-    if step.generation_s >= step.trainer.total_s:
-        return min(config.batch.max_staleness, config.steps_sampled_at_once)
-    return config.batch.max_staleness
+def flow_of(config: RunConfig, answers: tuple[float, ...], at_once: float) -> Flow:
+    """Return what decides which steps of a run are in flight together. answers: as of
+    `spread_answers`; at_once: sequences that all engines together run at once."""
+    num_samples = samples_of_step(config)
+    return Flow(
+        max_staleness=config.batch.max_staleness,
+        steps_at_once=config.steps_sampled_at_once,
+        publish_waits=config.publish.pause == "wait",
+        answers=answers,
+        slots=slots_of(num_samples, at_once, len(answers)),
+    )
 
 
-def _staleness_updates(config: RunConfig, step: StepSeconds) -> float:
+def num_engines(config: RunConfig) -> int:
+    """Return how many engines share a step's samples."""
+    return config.rollout.num_replicas * config.rollout.data_parallel_size
+
+
+def _forecast(
+    config: RunConfig, at_once: int, lengths: Lengths, step: StepSeconds
+) -> Forecast | None:
+    """Of a steady state. What a step costs beside its phases is the trainer's where rollouts run
+    ahead, and else comes before its training."""
+    if not step.generation_s or not config.trains:
+        return None
+    flow = flow_of(config, spread_answers(lengths.answers), at_once * num_engines(config))
+    token_s = step.generation_s / flow.makespan
+    if _batches_in_flight(config) > 1:  # its seconds are those of engines that never run empty
+        token_s = step.generation_s * min(flow.slots, 2 * len(flow.answers)) / flow.tokens
+    record_s, after_s = step.overhead_s, 0.0
+    if flow.max_staleness:
+        record_s, after_s = after_s, record_s
+    seconds = FlowSeconds(
+        token_s=token_s,
+        reward_s=0.0,
+        record_s=record_s,
+        train_s=step.trainer.total_s + step.switch_s,
+        publish_s=step.publish_s,
+        after_s=after_s,
+    )
+    return forecast(flow, seconds)
+
+
+def _published(config: RunConfig) -> PublishedRange | None:
+    batch = config.batch
+    if config.kind != "rl" or batch.max_staleness == 0:
+        return None
+    return published_range(batch.max_staleness * batch.updates_per_step)
+
+
+def _staleness_updates(config: RunConfig, found: Forecast | None) -> float:
     """Updates of the step itself, half of them on the mean, and those of the steps between."""
     updates = config.batch.updates_per_step
-    if config.kind != "rl":
+    if config.kind != "rl" or found is None:
         return 0.0
-    between = _staleness_versions(config, step) * updates
-    return between + (updates - 1) / 2
+    return found.mean * updates + (updates - 1) / 2
 
 
 def _what_to_enlarge(config: RunConfig, step: StepSeconds) -> tuple[str, str]:

@@ -14,6 +14,7 @@ const CHARTS = [
   { title: "Gradient norm", names: ["grad/norm"] },
   { title: "Seconds by phase", names: ["time/step_s"], more: /^time\/[^@]*_s$/ },
   { title: "Idle share", more: /^idle\// },
+  { title: "Staleness of trained tokens", more: /^staleness\/(seen|predicted)_(mean|max)$/ },
   { title: "Tokens per second", more: /^throughput\// },
   { title: "Prompt tokens from the prefix cache", more: /^prefix_cache\/.*fraction$/ },
   { title: "Loss", names: ["loss/value"], more: /^(loss\/nll|distillation\/kl)$/ },

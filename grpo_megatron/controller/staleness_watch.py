@@ -1,0 +1,141 @@
+"""Predicted and seen staleness of a run, step by step.
+
+The prediction is that of `plan` (`plan/timing/staleness.py`), fed with running means of what the
+newest steps took. Both are of tokens that were sampled for a step, in weight versions."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.plan.timing.prediction import asked_at_once, flow_of, num_engines
+from grpo_megatron.plan.timing.staleness import (
+    FlowSeconds,
+    Forecast,
+    fitted_token_s,
+    forecast,
+    spread_answers,
+    with_token_s,
+)
+from grpo_megatron.types import ScoredGroup
+
+_NUM_ANSWERS = 16
+_PREFIX = "staleness/"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSeconds:
+    """How long a step's sampling took."""
+
+    generation_s: float
+    """In which engines were busy, none counted by two steps."""
+    reward_s: float
+    """From the last answer to the last reward, and a teacher's answers."""
+    record_s: float
+    answers: tuple[float, ...]
+    """Lengths of its answers, as of `spread_answers`; empty where nothing was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSeconds:
+    """How long the trainer took for a step."""
+
+    train_s: float
+    publish_s: float
+    """In which engines pause."""
+    after_s: float
+    """From the publish before this step to its begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A step that was sampled and trained."""
+
+    sampling: SampledSeconds
+    trainer: TrainerSeconds
+
+
+def answers_of(groups: Sequence[ScoredGroup]) -> tuple[float, ...]:
+    """Return a few lengths, in tokens of the policy, that stand for those of all completions."""
+    lengths = []
+    for group in groups:
+        for completion in group.group.completions:
+            lengths.append(float(completion.num_tokens))
+    if not lengths:
+        return ()
+    return spread_answers(lengths, _NUM_ANSWERS)
+
+
+class StalenessWatch:
+    """Takes the steps of an attempt in their order. A step of the store has no durations, and says
+    nothing of the next ones."""
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self._newest: deque[_Taken] = deque(maxlen=config.alarms.window)
+        self._num_taken = 0
+
+    def metrics(
+        self,
+        sampled: Mapping[str, float],
+        sampling: SampledSeconds | None,
+        trainer: TrainerSeconds,
+    ) -> dict[str, float]:
+        """Return seen and predicted staleness, and idle shares; empty where rollouts do not run
+        ahead. sampled: metrics of the step, with `staleness/K`."""
+        if self._config.batch.max_staleness == 0:
+            return {}
+        seen = seen_staleness(sampled)
+        if sampling is None or not sampling.answers or not trainer.train_s:
+            return seen
+        self._newest.append(_Taken(sampling, trainer))
+        self._num_taken += 1
+        found = self._forecast()
+        predicted = {
+            "staleness/predicted_mean": found.mean,
+            "staleness/predicted_max": found.max,
+            "idle/predicted_trainer": found.trainer_idle,
+            "idle/predicted_engines": found.engine_idle,
+        }
+        if seen:
+            distance = seen["staleness/seen_mean"] - found.mean
+            predicted["staleness/unforeseen"] = distance / max(found.mean, 1.0)
+        return seen | predicted
+
+    def _forecast(self) -> Forecast:
+        """Of the newest steps, as they follow from the attempt's first."""
+        config = self._config
+        newest = self._newest
+        answers = newest[-1].sampling.answers
+        flow = flow_of(config, answers, asked_at_once(config) * num_engines(config))
+        seconds = FlowSeconds(
+            token_s=0.0,
+            reward_s=_mean([taken.sampling.reward_s for taken in newest]),
+            record_s=_mean([taken.sampling.record_s for taken in newest]),
+            train_s=_mean([taken.trainer.train_s for taken in newest]),
+            publish_s=_mean([taken.trainer.publish_s for taken in newest]),
+            after_s=_mean([taken.trainer.after_s for taken in newest]),
+        )
+        generation_s = _mean([taken.sampling.generation_s for taken in newest])
+        window = len(newest)
+        token_s = fitted_token_s(flow, seconds, generation_s, self._num_taken, window)
+        return forecast(flow, with_token_s(seconds, token_s), self._num_taken, window)
+
+
+def seen_staleness(sampled: Mapping[str, float]) -> dict[str, float]:
+    """Return mean and maximum of what `staleness/K` are shares of; empty without them."""
+    shares = {}
+    for name, share in sampled.items():
+        age = name.removeprefix(_PREFIX)
+        if name.startswith(_PREFIX) and age.removeprefix("-").isdigit():
+            shares[int(age)] = share
+    if not shares:
+        return {}
+    mean = sum(age * share for age, share in shares.items())
+    return {"staleness/seen_mean": float(mean), "staleness/seen_max": float(max(shares))}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return max(float(np.mean(values)), 0.0)

@@ -1,0 +1,378 @@
+"""How old trained tokens will be, and who waits for whom: a simulation of the steps in flight.
+
+`plan` feeds it with predicted seconds, a run with those that it has seen. It is deterministic and
+has no clock but its own. What it follows is what `controller/rl_loop.py` and
+`controller/sampling_chain.py` do:
+
+- step k + N may be asked for when step k begins to train (N: `batch.max_staleness`);
+- a step begins to be sampled when the one before has drawn its prompts, and so many steps before
+  it are recorded as may be sampled at once (`RunConfig.steps_sampled_at_once`);
+- engines have `slots` sequences; a sample waits for a free one, and then gets a token every
+  `token_s` seconds, except while a publish pauses the engines;
+- rewards and recording follow the step's last answer; the trainer takes steps in their order;
+- with `publish.pause = "wait"` a publish waits for the step in flight, and none begins meanwhile.
+
+A token's version is that of the weights that engines have when it is sampled. In two cases
+the result has a closed form, which tests hold the simulation against (docs/staleness.md)."""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+NUM_ANSWERS = 32
+"""Samples that stand for those of a step."""
+_MAX_STEPS = 120
+_CLOSE_ENOUGH = 0.005
+_MAX_FITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What decides which steps are in flight together."""
+
+    max_staleness: int
+    """Steps that rollouts may run ahead of training."""
+    steps_at_once: int
+    """Steps that engines may be asked for together."""
+    publish_waits: bool
+    """Whether a publish waits for requests in flight, instead of coming in between."""
+    answers: tuple[float, ...]
+    """Tokens of the answers of a step, in the order in which they are asked for."""
+    slots: int
+    """Of these answers, how many engines generate at once."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step."""
+        return sum(self.answers)
+
+    @property
+    def makespan(self) -> float:
+        """Tokens that the busiest slot generates if a step has the engines for itself."""
+        slots = [0.0] * min(self.slots, len(self.answers))
+        for answer in self.answers:
+            heapq.heappush(slots, heapq.heappop(slots) + answer)
+        return max(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSeconds:
+    """Durations of a step, in seconds."""
+
+    token_s: float
+    """Of a token of one sequence."""
+    reward_s: float
+    """From a step's last answer until its samples are scored."""
+    record_s: float
+    """Until they are in the store, and can be trained."""
+    train_s: float
+    publish_s: float
+    """In which engines pause."""
+    after_s: float
+    """From the end of a publish until the trainer could take the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the simulation found, over the steps that were looked at."""
+
+    mean: float
+    """Versions by which tokens are older than the step that trains them, on the mean."""
+    max: float
+    """The same of the oldest token."""
+    sample_mean: float
+    """The same of each sample's first token, which is its oldest, on the mean over samples."""
+    too_old_fraction: float
+    """Share of tokens beyond the bound, which are dropped or masked."""
+    step_s: float
+    """From one step to the next."""
+    generation_s: float
+    """Of a step, in which engines have something to do, pauses for publishes among it."""
+    trainer_idle: float
+    """Share of the time in which the trainer neither trains nor publishes."""
+    engine_idle: float
+    """Share of the time in which engines have nothing to do."""
+
+
+def spread_answers(lengths: Sequence[float], count: int = NUM_ANSWERS) -> tuple[float, ...]:
+    """Return `count` lengths that stand for `lengths`, long and short ones mixed, always alike.
+    Their mean is that of `lengths`."""
+    ordered = sorted(lengths)
+    parts = []
+    for number in range(count):
+        first = number * len(ordered) // count
+        last = max((number + 1) * len(ordered) // count, first + 1)
+        part = ordered[first:last]
+        parts.append(sum(part) / len(part))
+    mean = sum(ordered) / len(ordered)
+    scale = mean * count / sum(parts)
+    stride = round(count * 0.618) | 1  # has no divisor in common with a power of two
+    return tuple(scale * parts[number * stride % count] for number in range(count))
+
+
+def slots_of(num_samples: float, at_once: float, count: int = NUM_ANSWERS) -> int:
+    """Return how many of `count` answers, which stand for `num_samples`, run together where
+    `at_once` of the samples do."""
+    return max(round(count * at_once / num_samples), 1)
+
+
+def forecast(flow: Flow, seconds: FlowSeconds, num_steps: int = 0, window: int = 0) -> Forecast:
+    """Return what the last `window` of `num_steps` steps from the start of a run are like; by
+    default the second half of as many as a steady state needs."""
+    if not num_steps:
+        num_steps = min(24 + 6 * flow.max_staleness, _MAX_STEPS)
+    num_steps = min(num_steps, _MAX_STEPS)
+    if not window:
+        window = max(num_steps // 2, 1)
+    simulation = _Simulation(flow, seconds, num_steps)
+    simulation.run()
+    return simulation.result(min(window, num_steps))
+
+
+def fitted_token_s(
+    flow: Flow, seconds: FlowSeconds, generation_s: float, num_steps: int = 0, window: int = 0
+) -> float:
+    """Return the seconds of a token with which engines are busy for `generation_s` in a step, as
+    `forecast` counts it: what was measured in a run holds pauses, and may be of two steps that
+    shared the engines."""
+    token_s = generation_s / flow.makespan
+    for _ in range(_MAX_FITS):
+        tried = with_token_s(seconds, token_s)
+        found = forecast(flow, tried, num_steps, window).generation_s
+        if math.isclose(found, generation_s, rel_tol=_CLOSE_ENOUGH):
+            break
+        token_s *= min(max(generation_s / found, 0.25), 4.0)
+    return token_s
+
+
+def with_token_s(seconds: FlowSeconds, token_s: float) -> FlowSeconds:
+    """Return the same durations with other seconds of a token."""
+    return replace(seconds, token_s=token_s)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step on its way through engines and trainer."""
+
+    left: int
+    """Answers that have not ended."""
+    begins: list[tuple[float, float]] = field(default_factory=list)
+    """By answer: when it got its slot, in seconds of the engines, and its tokens."""
+    is_scored: bool = False
+
+
+class _Simulation:
+    """Engines have a clock of their own, which stands still while a publish pauses them."""
+
+    def __init__(self, flow: Flow, seconds: FlowSeconds, num_steps: int):
+        self._flow = flow
+        self._seconds = seconds
+        self._num_steps = num_steps
+        self._now = 0.0
+        self._engine_now = 0.0
+        self._is_paused = False
+        self._timers: list[tuple[float, int, str, int]] = []
+        self._num_timers = 0  # the order among equal times
+        self._waiting: deque[tuple[int, float]] = deque()
+        self._running: list[tuple[float, int]] = []
+        self._free = flow.slots
+        self._steps: dict[int, _Step] = {}
+        self._last_asked = 0
+        self._num_recorded = 0
+        self._may_begin = True
+        self._trainer_waits = True
+        self._training = 0  # the step that is trained next, or now
+        self._drains = False
+        self._came = [0.0]  # by version: when engines got it, in their seconds
+        self._ended = [0.0]  # by number of steps: when the trainer was through with them
+        self._busy_s = 0.0
+        self._busy_at_end = [0.0]  # at the same times
+        self._trainer_busy_at_end = [0.0]
+
+    def run(self) -> None:
+        """Take all steps."""
+        while len(self._ended) <= self._num_steps:
+            self._begin_steps()
+            self._fill_slots()
+            self._take_step()
+            if self._publish_if_drained():
+                continue
+            self._advance()
+
+    # What may go on at the present time
+
+    def _begin_steps(self) -> None:
+        while self._may_begin and self._next_may_begin():
+            step = len(self._steps)
+            answers = self._flow.answers
+            self._steps[step] = _Step(left=len(answers))
+            self._waiting.extend((step, answer) for answer in answers)
+
+    def _next_may_begin(self) -> bool:
+        step = len(self._steps)
+        if step > self._last_asked:
+            return False
+        return step - self._num_recorded < self._flow.steps_at_once
+
+    def _fill_slots(self) -> None:
+        while self._waiting and self._free and not self._is_paused:
+            step, answer = self._waiting.popleft()
+            self._free -= 1
+            self._steps[step].begins.append((self._engine_now, answer))
+            end = self._engine_now + answer * self._seconds.token_s
+            heapq.heappush(self._running, (end, step))
+
+    def _take_step(self) -> None:
+        if not self._trainer_waits or self._num_recorded <= self._training:
+            return
+        self._trainer_waits = False
+        self._last_asked = max(self._last_asked, self._training + self._flow.max_staleness)
+        self._begin_steps()
+        self._fill_slots()
+        self._set_timer(self._seconds.train_s, "trained")
+
+    def _publish_if_drained(self) -> bool:
+        """Begin a publish that waited, where no step is being sampled any more."""
+        if not self._drains or self._num_recorded < len(self._steps):
+            return False
+        self._drains = False
+        self._publish()
+        return True
+
+    def _publish(self) -> None:
+        self._is_paused = True
+        self._last_asked = max(self._last_asked, self._training)
+        self._set_timer(self._seconds.publish_s, "published")
+
+    # What happens next
+
+    def _set_timer(self, seconds: float, kind: str, step: int = 0) -> None:
+        self._num_timers += 1
+        heapq.heappush(self._timers, (self._now + seconds, self._num_timers, kind, step))
+
+    def _advance(self) -> None:
+        """Go to the next moment at which something ends."""
+        answer_s = math.inf
+        if self._running and not self._is_paused:
+            answer_s = self._running[0][0] - self._engine_now
+        timer_s = math.inf
+        if self._timers:
+            timer_s = self._timers[0][0] - self._now
+        passed = max(min(answer_s, timer_s), 0.0)
+        self._now += passed
+        waits_for_weights = self._is_paused and not self._flow.max_staleness
+        if (self._running or self._waiting) and not waits_for_weights:
+            self._busy_s += passed
+        if not self._is_paused:
+            self._engine_now += passed
+        if timer_s <= answer_s:
+            _, _, kind, step = heapq.heappop(self._timers)
+            self._end_phase(kind, step)
+            return
+        end, step = heapq.heappop(self._running)
+        self._engine_now = end
+        self._free += 1
+        self._steps[step].left -= 1
+        if not self._steps[step].left:
+            self._set_timer(self._seconds.reward_s, "scored", step)
+
+    def _end_phase(self, kind: str, step: int) -> None:
+        if kind == "scored":
+            self._steps[step].is_scored = True
+            self._record_next()
+        elif kind == "recorded":
+            self._num_recorded += 1
+            self._record_next()
+        elif kind == "trained":
+            self._training += 1
+            if self._flow.publish_waits and self._flow.max_staleness:
+                self._may_begin = False
+                self._drains = True
+            else:
+                self._publish()
+        elif kind == "published":
+            self._is_paused = False
+            self._may_begin = True
+            self._came.append(self._engine_now)
+            self._set_timer(self._seconds.after_s, "free")
+        elif kind == "free":
+            self._end_step()
+
+    def _record_next(self) -> None:
+        """Steps get into the store in their order."""
+        step = self._steps.get(self._num_recorded)
+        if step is not None and step.is_scored:
+            step.is_scored = False
+            self._set_timer(self._seconds.record_s, "recorded", self._num_recorded)
+
+    def _end_step(self) -> None:
+        self._trainer_waits = True
+        self._ended.append(self._now)
+        self._busy_at_end.append(self._busy_s)
+        of_step = self._seconds.train_s + self._seconds.publish_s
+        self._trainer_busy_at_end.append(self._trainer_busy_at_end[-1] + of_step)
+
+    # What it amounts to
+
+    def result(self, window: int) -> Forecast:
+        """Over the newest `window` steps."""
+        first = self._num_steps - window
+        tokens = ages = too_old = oldest = of_samples = 0.0
+        for number in range(first, self._num_steps):
+            for begin, answer in self._steps[number].begins:
+                for age, share in self._ages(number, begin, answer):
+                    tokens += share * answer
+                    ages += share * answer * age
+                    oldest = max(oldest, age)
+                    if age > self._flow.max_staleness:
+                        too_old += share * answer
+                of_samples += number - self._version_at(begin)
+        passed = self._ended[self._num_steps] - self._ended[first]
+        engines = self._busy_at_end[self._num_steps] - self._busy_at_end[first]
+        trainer = self._trainer_busy_at_end[self._num_steps] - self._trainer_busy_at_end[first]
+        return Forecast(
+            mean=ages / tokens,
+            max=oldest,
+            sample_mean=of_samples / (window * len(self._flow.answers)),
+            too_old_fraction=too_old / tokens,
+            step_s=passed / window,
+            generation_s=engines / window,
+            trainer_idle=_idle(trainer, passed),
+            engine_idle=_idle(engines, passed),
+        )
+
+    def _ages(self, step: int, begin: float, answer: float) -> list[tuple[float, float]]:
+        """Ages of an answer's tokens, with the share that has each."""
+        length_s = answer * self._seconds.token_s
+        version = self._version_at(begin)
+        found = []
+        at = begin
+        while version + 1 < len(self._came) and self._came[version + 1] < begin + length_s:
+            until = self._came[version + 1]
+            found.append((float(step - version), (until - at) / length_s))
+            at = until
+            version += 1
+        share = 1.0
+        if length_s:
+            share = (begin + length_s - at) / length_s
+        found.append((float(step - version), share))
+        return found
+
+    def _version_at(self, engine_s: float) -> int:
+        """The newest version that engines had at this time of theirs."""
+        low, high = 0, len(self._came)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._came[middle] <= engine_s:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _idle(busy: float, passed: float) -> float:
+    if passed <= 0:
+        return 0.0
+    return min(max(1 - busy / passed, 0.0), 1.0)

@@ -1,0 +1,156 @@
+"""The simulation of steps in flight: closed forms, and what holds however long things take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.plan.timing.staleness import (
+    Flow,
+    FlowSeconds,
+    fitted_token_s,
+    forecast,
+    slots_of,
+    spread_answers,
+)
+
+EQUAL = (10.0,) * 16
+SECONDS = FlowSeconds(
+    token_s=1.0, reward_s=1.0, record_s=0.5, train_s=4.0, publish_s=0.0, after_s=0.25
+)
+"""A step of equal answers that has engines for itself takes ten seconds."""
+
+
+def flow(ahead: int, *, waits: bool = False, slots: int = 16, answers=EQUAL) -> Flow:
+    at_once = 1
+    if ahead > 1 and not waits:
+        at_once = 2
+    return Flow(ahead, at_once, waits, answers, slots)
+
+
+def test_without_staleness_a_step_is_the_sum_of_its_phases():
+    seconds = replace(SECONDS, publish_s=2.0)
+    found = forecast(flow(0, waits=True), seconds)
+    assert found.step_s == pytest.approx(10 + 1 + 0.5 + 4 + 2)
+    assert (found.mean, found.max, found.sample_mean) == (0, 0, 0)
+    assert found.trainer_idle == pytest.approx(1 - 6 / 17.5)
+    assert found.engine_idle == pytest.approx(1 - 10 / 17.5)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4, 8])
+@pytest.mark.parametrize("waits", [False, True])
+def test_engines_that_are_faster_go_to_the_bound(ahead, waits):
+    found = forecast(flow(ahead, waits=waits), replace(SECONDS, token_s=0.1, publish_s=1.0))
+    assert found.mean == pytest.approx(ahead)
+    assert found.max == ahead
+    assert found.step_s == pytest.approx(4 + 1 + 0.25)
+
+
+@pytest.mark.parametrize("train_s", [1.0, 4.0, 8.0])
+def test_engines_that_are_slower_are_one_training_behind(train_s):
+    """One step at a time: tokens of the first `train_s` seconds are a version old."""
+    found = forecast(flow(1), replace(SECONDS, train_s=train_s))
+    assert found.step_s == pytest.approx(10 + 1 + 0.5)
+    assert found.mean == pytest.approx(train_s / 10)
+    assert (found.max, found.sample_mean) == (1, 1)
+    assert found.engine_idle == pytest.approx(1.5 / 11.5)
+
+
+@pytest.mark.parametrize("ahead", [2, 8])
+def test_two_steps_at_once_leave_no_gap(ahead):
+    """Rewards and recording go on beside the next step, and weights come that much later."""
+    found = forecast(flow(ahead), SECONDS)
+    assert found.step_s == pytest.approx(10)
+    assert found.engine_idle == pytest.approx(0)
+    assert found.mean == pytest.approx((1 + 0.5 + 4) / 10)
+
+
+def test_a_publish_that_waits_makes_every_token_a_version_old():
+    found = forecast(flow(4, waits=True), replace(SECONDS, publish_s=2.0))
+    assert (found.mean, found.max) == (1, 1)
+    assert found.step_s == pytest.approx(10 + 1 + 0.5 + 2)
+
+
+def test_a_pause_in_mid_flight_makes_generation_longer():
+    found = forecast(flow(1), replace(SECONDS, publish_s=2.0))
+    assert found.generation_s == pytest.approx(12)
+    assert found.step_s == pytest.approx(12 + 1 + 0.5)
+
+
+def test_a_long_answer_keeps_its_slot():
+    """One answer of 40 tokens and fifteen of 4: the others are young, it is what a step lasts."""
+    answers = (40.0,) + (4.0,) * 15
+    found = forecast(flow(1, answers=answers), replace(SECONDS, train_s=20.0))
+    assert found.step_s == pytest.approx(41.5)
+    assert found.mean == pytest.approx((20 + 15 * 4) / (40 + 15 * 4))
+
+
+durations = st.floats(0, 20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ahead=st.integers(0, 6),
+    waits=st.booleans(),
+    slots=st.integers(1, 40),
+    answers=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    token_s=st.floats(0.001, 1),
+    reward_s=durations,
+    record_s=durations,
+    train_s=st.floats(0.001, 20),
+    publish_s=durations,
+    after_s=durations,
+)
+def test_bounds_hold_however_long_things_take(ahead, waits, slots, answers, token_s, **others):
+    if ahead == 0:
+        waits = True
+    shape = flow(ahead, waits=waits, slots=slots, answers=tuple(map(float, answers)))
+    seconds = FlowSeconds(token_s=token_s, **others)
+    found = forecast(shape, seconds, num_steps=16)
+    assert 0 <= found.mean <= found.sample_mean + 1e-9 <= found.max + 2e-9
+    assert found.max <= ahead
+    assert found.too_old_fraction == 0
+    assert 0 <= found.trainer_idle <= 1 and 0 <= found.engine_idle <= 1
+    of_trainer = seconds.train_s + seconds.publish_s
+    assert found.step_s >= of_trainer * (1 - 1e-9)
+    alone_s = shape.makespan * token_s + seconds.reward_s + seconds.record_s
+    if ahead == 0:
+        expected = max(alone_s, seconds.after_s) + of_trainer
+        assert found.step_s == pytest.approx(expected)
+    else:
+        assert found.step_s <= alone_s + of_trainer * 2 + seconds.after_s + 1e-6
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ahead=st.integers(1, 4),
+    waits=st.booleans(),
+    slots=st.integers(4, 32),
+    token_s=st.floats(0.01, 1),
+    train_s=st.floats(1, 20),
+)
+def test_the_seconds_of_a_token_are_found_again(ahead, waits, slots, token_s, train_s):
+    shape = flow(ahead, waits=waits, slots=slots)
+    seconds = replace(SECONDS, token_s=token_s, train_s=train_s, publish_s=0.5)
+    busy_s = forecast(shape, seconds).generation_s
+    again = fitted_token_s(shape, seconds, busy_s)
+    assert forecast(shape, replace(seconds, token_s=again)).generation_s == pytest.approx(
+        busy_s, rel=0.1
+    )
+
+
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=200), st.sampled_from([8, 16, 32]))
+def test_answers_that_stand_for_all_have_their_mean(lengths, count):
+    found = spread_answers(lengths, count)
+    assert len(found) == count
+    assert sum(found) / count == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_slots_are_in_proportion():
+    assert slots_of(512, 512) == 32
+    assert slots_of(512, 128) == 8
+    assert slots_of(512, 1) == 1
+    assert slots_of(256, 512) == 64
