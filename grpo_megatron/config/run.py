@@ -386,6 +386,10 @@ class PublishConfig(Strict):
     bucket_mib: int = Field(256, ge=1)
     """Weights travel in messages up to this size, or a 64th of what an engine worker keeps where
     that is less (and more than 1 MiB)."""
+    delta: bool = False
+    """Send of each message only what changed since the publish before, exactly, where that is less.
+    Worth it over slow links; trainer and engines keep a copy of what they send and receive in host
+    memory."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |trainer - engine| log-prob difference over the canary's tokens; default: 1e-4
     where both compute in float32, else 0.1 (bfloat16 MoE: 0.02 is usual)."""

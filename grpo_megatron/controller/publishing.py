@@ -41,7 +41,8 @@ class Publisher:
     Attributes:
         version: Of the weights that the engines have; -1 before the first publish.
         unchecked: Engines that joined since the last log-prob check.
-        resumed_at: When they got them (`time.perf_counter`)."""
+        resumed_at: When they got them (`time.perf_counter`).
+        sent_fraction: Bytes that the last publish sent, of those of all its messages."""
 
     def __init__(
         self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink, engines: ReplicaPool
@@ -52,6 +53,7 @@ class Publisher:
         self.engines = engines
         self.version = -1
         self.resumed_at = 0.0
+        self.sent_fraction = 1.0
         self._seconds = 0.0  # that the last publish took
         self._control = EngineControl([])
         self.unchecked: set[int] = set()
@@ -161,7 +163,13 @@ class Publisher:
             await self.trainer.call(ExportModel(directory))
             await control.publish_file(version, str(directory.absolute()))
         else:
-            await control.publish(version, lambda: self.trainer.call(SendWeights(version=version)))
+
+            async def send() -> dict[str, str]:
+                sent = await self.trainer.call(SendWeights(version=version))
+                self.sent_fraction = sent.num_sent_bytes / max(sent.num_bytes, 1)
+                return sent.digests
+
+            await control.publish(version, send)
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
         """Connect trainer and engines anew where these are not `clients`."""

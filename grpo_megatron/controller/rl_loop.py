@@ -264,6 +264,8 @@ class RLLoop:
         metrics = {**recorded.facts.metrics, **recorded.logprob_check, **report.metrics}
         metrics["policy/version"] = version
         metrics["policy/staleness"] = recorded.step - version
+        if self.config.publish.delta:
+            metrics["publish/sent_fraction"] = self._publisher.sent_fraction
 
         seconds = recorded.seconds | self._phases.take_seconds()
         self.phase_seconds.update(seconds)

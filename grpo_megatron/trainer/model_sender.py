@@ -17,6 +17,7 @@ from grpo_megatron.weights.publish_plan import (
     HeldBox,
     Kept,
     OpenedStream,
+    SentWeights,
     plan_streams,
     tensors_of,
 )
@@ -58,7 +59,9 @@ class ModelSender:
             self._num_buckets = max(self._num_buckets, len(stream.buckets()))
             if rank not in stream.senders:
                 continue
-            sender = StreamSender(number, stream, rank, own_address(), self._carrier)
+            sender = StreamSender(
+                number, stream, rank, own_address(), self._carrier, delta=self.config.delta
+            )
             self.senders.append(sender)
             if rank == stream.senders[0]:
                 hosted[number] = sender.listen()
@@ -67,7 +70,7 @@ class ModelSender:
         opened = []
         for number, stream in enumerate(streams):
             host, port = self._addresses[number]
-            opened.append(OpenedStream(host, port, self._carrier, stream))
+            opened.append(OpenedStream(host, port, self._carrier, stream, self.config.delta))
         return opened
 
     def join(self) -> dict[LinkKind, int]:
@@ -91,11 +94,11 @@ class ModelSender:
                 kinds.update(found)
         return dict(kinds)
 
-    def send(self, version: int) -> dict[str, str]:
+    def send(self, version: int) -> SentWeights:
         """Send everything once under weight version `version`.
 
-        Returns the digest of each message, by `message_key`. Raises TransferError, on every rank,
-        where an engine does not take it; the next publish begins with `open`."""
+        Raises TransferError, on every rank, where an engine does not take it; the next publish
+        begins with `open`."""
 
         def send_all() -> None:
             reader = PieceReader(self.model)
@@ -107,13 +110,17 @@ class ModelSender:
                 sender.finish()
 
         self._together(send_all)
-        own_digests: dict[str, str] = {}
+        own = SentWeights()
         for sender in self.senders:
-            own_digests.update(sender.digests)
-        digests: dict[str, str] = {}
-        for of_rank in all_gathered(own_digests):
-            digests.update(of_rank)
-        return digests
+            own.digests.update(sender.digests)
+            own.num_bytes += sender.num_bytes
+            own.num_sent_bytes += sender.num_sent_bytes
+        sent = SentWeights()
+        for of_rank in all_gathered(own):
+            sent.digests.update(of_rank.digests)
+            sent.num_bytes += of_rank.num_bytes
+            sent.num_sent_bytes += of_rank.num_sent_bytes
+        return sent
 
     def _together(self, work: Callable[[], Any]) -> None:
         """Do this rank's work. Raises TransferError on all ranks where that of one fails."""

@@ -10,7 +10,7 @@ import msgspec
 
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.carrier_names import LinkKind
-from grpo_megatron.weights.publish_plan import OpenedStream
+from grpo_megatron.weights.publish_plan import OpenedStream, SentWeights
 from grpo_megatron.weights.tensor_entry import TensorEntry
 
 Answer = TypeVar("Answer")
@@ -184,8 +184,8 @@ class JoinTransfer(Request[dict[LinkKind, int]], frozen=True, tag=True):
     carry weights in which way."""
 
 
-class SendWeights(Request[dict[str, str]], frozen=True, kw_only=True, tag=True):
-    """Send all weights once; the answer is the digest of each message."""
+class SendWeights(Request[SentWeights], frozen=True, kw_only=True, tag=True):
+    """Send all weights once; the answer has the digest of each message."""
 
     version: int
 

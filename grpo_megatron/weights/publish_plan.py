@@ -151,6 +151,19 @@ class OpenedStream(msgspec.Struct, frozen=True):
     port: int
     carrier: Carrier
     stream: Stream
+    delta: bool = False
+    """Whether messages may come as changes to those of the publish before."""
+
+
+class SentWeights(msgspec.Struct):
+    """What trainer ranks sent in one publish."""
+
+    digests: dict[str, str] = {}
+    """Of each message, by `message_key`."""
+    num_bytes: int = 0
+    """Of all messages."""
+    num_sent_bytes: int = 0
+    """Of what was sent in their place: less where only changes travel."""
 
 
 def _messages(parts: Sequence[Part]) -> tuple[Message, ...]:

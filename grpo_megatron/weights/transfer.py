@@ -30,6 +30,7 @@ from grpo_megatron.weights.carriers import (
     message_device,
     nccl_group,
 )
+from grpo_megatron.weights.delta import Decoder, Encoder, Envelope
 from grpo_megatron.weights.digest import digest_of
 from grpo_megatron.weights.gpu_memory import Reach
 from grpo_megatron.weights.links import (
@@ -193,7 +194,8 @@ class Transmission:
 class StreamSender:
     """A trainer rank's end of a stream.
 
-    own_host: the address at which the others reach this process, which listens on no other.
+    own_host: the address at which the others reach this process, which listens on no other. delta:
+    send what changed since the publish before, where that is less (see `delta`).
 
     Attributes:
         digests: Of each message of the last publish, by `message_key`."""
@@ -206,9 +208,14 @@ class StreamSender:
         own_host: str,
         carrier: Carrier = "gloo",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        delta: bool = False,
     ):
         self.number = number
         self._own_host = own_host
+        self._encoder: Encoder | None = None
+        if delta:
+            self._encoder = Encoder()
         self.group = StreamGroup(stream, stream.senders.index(sender), carrier, timeout_s)
         self.messages: dict[int, Message] = {}
         for index, bucket in enumerate(stream.buckets()):
@@ -252,9 +259,30 @@ class StreamSender:
         except BaseException:
             self._abort(message, publish, bucket)
             raise
-        while len(self._sending) >= _AHEAD:
+        parts = self._parts(publish, bucket, data)
+        while len(self._sending) >= _AHEAD * len(parts):
             self._sending.popleft().wait()
-        self._sending.append(self.group.send(data, self.group.num_senders))
+        for part in parts:
+            self._sending.append(self.group.send(part, self.group.num_senders))
+
+    def _parts(self, publish: int, bucket: int, data: torch.Tensor) -> list[torch.Tensor]:
+        """What is sent of a message, in order."""
+        if self._encoder is None:
+            return [data]
+        envelope, payload = self._encoder.encode(publish, bucket, data)
+        return [envelope.data, payload]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all messages of a publish."""
+        return sum(message.num_bytes for message in self.messages.values())
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Bytes that were sent in the last publish."""
+        if self._encoder is None:
+            return self.num_bytes
+        return self._encoder.num_sent_bytes
 
     def _pack(
         self,
@@ -298,8 +326,11 @@ class StreamSender:
 
     def _abort(self, message: Message, publish: int, bucket: int) -> None:
         """Tell the workers that nothing more comes, so that they need not wait for a time limit."""
-        data = self._empty(message)
-        message.header(data).copy_(torch.tensor([publish, bucket, message.num_bytes, _ABORT]))
+        if self._encoder is None:
+            data = self._empty(message)
+            message.header(data).copy_(torch.tensor([publish, bucket, message.num_bytes, _ABORT]))
+        else:
+            data = Envelope.given_up(message_device(self.group.carrier)).data
         with suppress(TransferError):  # they are gone; the first error is raised
             self.finish()
             self.group.send(data, self.group.num_senders).wait()
@@ -309,8 +340,8 @@ class StreamReceiver:
     """An engine worker's end of its stream: receives, passes on, loads.
 
     worker: its number over all replicas. address: of the first sender. own_host: the address at
-    which the others reach this process. Raises TransferError where the stream cannot be joined
-    within `timeout_s`.
+    which the others reach this process. delta: as the sender has it. Raises TransferError where the
+    stream cannot be joined within `timeout_s`.
 
     Attributes:
         digests: Of each message of the last publish, by `message_key`, as it arrived here.
@@ -325,10 +356,15 @@ class StreamReceiver:
         own_host: str,
         carrier: Carrier = "gloo",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        delta: bool = False,
     ):
         self.number = number
         self.digests: dict[str, str] = {}
         self.changed: list[str] = []
+        self._decoder: Decoder | None = None
+        if delta:
+            self._decoder = Decoder()
         self._buckets = stream.buckets()
         self._senders = stream.senders
         position = stream.workers.index(worker)
@@ -364,9 +400,16 @@ class StreamReceiver:
         arriving = deque(self._begin(number) for number in range(_AHEAD))
         for number, bucket in enumerate(self._buckets):
             pieces: list[tuple[Part, Box, torch.Tensor]] = []
-            for message, transmission in zip(bucket.messages, arriving.popleft(), strict=True):
-                pieces += self._take(message, transmission, [publish, number, message.num_bytes])
-            self._wait_until_passed_on(len(self._senders) * _AHEAD)
+            transmissions = arriving.popleft()
+            for message in bucket.messages:
+                expected = [publish, number, message.num_bytes]
+                if self._decoder is None:
+                    data = self._arrived(message, transmissions.popleft(), expected)
+                    self._pass_on(data)
+                else:
+                    data = self._decoded(self._decoder, message, expected)
+                pieces += self._take(message, data, expected)
+            self._wait_until_passed_on(len(self._senders) * _AHEAD * self._parts_of_message)
             arriving.append(self._begin(number + _AHEAD))
             load(_assembled(bucket, pieces))
         self._wait_until_passed_on(0)
@@ -377,12 +420,9 @@ class StreamReceiver:
             self._passing_on.popleft().wait()
 
     def _take(
-        self, message: Message, transmission: Transmission, expected: list[int]
+        self, message: Message, data: torch.Tensor, expected: list[int]
     ) -> list[tuple[Part, Box, torch.Tensor]]:
-        """Wait for a message, pass it on, and look at it. expected: publish, bucket, bytes."""
-        data = self._arrived(message, transmission, expected)
-        if self._next is not None:
-            self._passing_on.append(self._group.send(data, self._next))
+        """Look at a message. expected: publish, bucket, bytes."""
         self._check_header(message, expected, data)
         key = message_key(self.number, expected[1], message.sender)
         self.digests[key] = message_digest(message, data)
@@ -397,6 +437,52 @@ class StreamReceiver:
                 self.changed.append(part.tensor.name)
         return taken
 
+    @property
+    def _parts_of_message(self) -> int:
+        """Transmissions that a message takes."""
+        if self._decoder is None:
+            return 1
+        return 2
+
+    def _pass_on(self, data: torch.Tensor) -> None:
+        """Begin to send what has arrived to the next worker, if there is one."""
+        if self._next is not None:
+            self._passing_on.append(self._group.send(data, self._next))
+
+    def _decoded(self, decoder: Decoder, message: Message, expected: list[int]) -> torch.Tensor:
+        """Receive an envelope and what follows, pass both on, and make the message of them; one
+        whose header says that the sender gave up, where the envelope says so."""
+        source = self._source(message)
+        envelope = Envelope.empty(message_device(self._group.carrier))
+        try:
+            self._group.receive(envelope.data, source).wait()
+        except TransferError:
+            if not envelope.is_given_up:
+                raise
+        self._pass_on(envelope.data)
+        if envelope.is_given_up:
+            data = torch.zeros_like(self._room(message.num_bytes))
+            message.header(data).copy_(torch.tensor([*expected, _ABORT]))
+            return data
+        _, _, num_bytes = envelope.values
+        payload = self._group.receive(self._room(num_bytes), source).wait()
+        self._pass_on(payload)
+        publish, bucket, _ = expected
+        key = (bucket, message.sender)
+        return decoder.decode(key, publish, envelope, payload, message.num_bytes)
+
+    def _room(self, num_bytes: int) -> torch.Tensor:
+        """Memory where a message can arrive."""
+        device = message_device(self._group.carrier)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def _source(self, message: Message) -> int:
+        """The member from which a message comes: the worker before this one, or its sender."""
+        source = self._group.rank - 1
+        if source < self._group.num_senders:
+            source = self._senders.index(message.sender)
+        return source
+
     def _arrived(
         self, message: Message, transmission: Transmission, expected: list[int]
     ) -> torch.Tensor:
@@ -409,17 +495,17 @@ class StreamReceiver:
                 raise
             return transmission.data
 
-    def _begin(self, number: int) -> list[Transmission]:
-        """Begin to receive all messages of a bucket, if there is one of that number."""
-        begun = []
+    def _begin(self, number: int) -> deque[Transmission]:
+        """Begin to receive all messages of a bucket, if there is one of that number.
+
+        None where envelopes come before them: only they say what is to be received."""
+        begun: deque[Transmission] = deque()
+        if self._decoder is not None:
+            return begun
         for bucket in self._buckets[number : number + 1]:
             for message in bucket.messages:
-                source = self._group.rank - 1  # the worker before this one
-                if source < self._group.num_senders:
-                    source = self._senders.index(message.sender)
-                device = message_device(self._group.carrier)
-                data = torch.empty(message.num_bytes, dtype=torch.uint8, device=device)
-                begun.append(self._group.receive(data, source))
+                room = self._room(message.num_bytes)
+                begun.append(self._group.receive(room, self._source(message)))
         return begun
 
     def _check_header(self, message: Message, expected: list[int], data: torch.Tensor) -> None:

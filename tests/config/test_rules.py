@@ -147,6 +147,7 @@ BROKEN = [
     ("deterministic_staleness", ["batch.max_staleness=4", "rollout.deterministic=true"]),
     ("too_old_on_policy", ["batch.too_old=mask"]),
     ("pause_in_flight", ["publish.pause=keep"]),
+    ("delta_of_files", ["publish.delta=true", "publish.method=file"]),
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
     ("validation_prompts", ["data.num_validation=0", "cold_start=null", "evaluation.interval=5"]),

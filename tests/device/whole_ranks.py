@@ -41,7 +41,12 @@ def publish(model: str, layout: dict[str, Any], carrier: Carrier = "gloo") -> di
         for engine in engines:
             engine.start()
     links = sender.join()
-    found: dict[str, Any] = {"links": links, "sent": sender.send(3), "received": [], "tensors": {}}
+    found: dict[str, Any] = {
+        "links": links,
+        "sent": sender.send(3).digests,
+        "received": [],
+        "tensors": {},
+    }
     if dist.get_rank() == 0:
         for engine in engines:
             engine.join()

@@ -40,7 +40,7 @@ from grpo_megatron.trainer.requests import (
     to_json_values,
 )
 from grpo_megatron.weights.boxes import Box
-from grpo_megatron.weights.publish_plan import OpenedStream, Part, Piece, Stream
+from grpo_megatron.weights.publish_plan import OpenedStream, Part, Piece, SentWeights, Stream
 from grpo_megatron.weights.tensor_entry import TensorEntry
 
 REPORT = TrainReport(
@@ -76,7 +76,7 @@ EXAMPLES = [
         [OpenedStream("10.0.0.1", 4711, "nccl", STREAM)],
     ),
     (JoinTransfer(), {"gpu memory": 8, "host memory": 56}),
-    (SendWeights(version=5), {"0/1/5": "ab12"}),
+    (SendWeights(version=5), SentWeights({"0/1/5": "ab12"}, 100, 20)),
     (Stop(), None),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -62,11 +63,13 @@ def piece_of(name: str, box: Box) -> torch.Tensor:
 class Exchange:
     """Senders and receivers of one stream on threads; errors are kept by name."""
 
-    def __init__(self, stream: Stream, timeout_s: float = 300.0):
+    def __init__(self, stream: Stream, timeout_s: float = 300.0, delta: bool = False):
         self.stream = stream
         self.timeout_s = timeout_s
+        self.delta = delta
         self.senders = {
-            k: StreamSender(7, stream, k, HOST, timeout_s=timeout_s) for k in stream.senders
+            k: StreamSender(7, stream, k, HOST, timeout_s=timeout_s, delta=delta)
+            for k in stream.senders
         }
         self.address = self.senders[stream.senders[0]].listen()
         self.receivers: dict[int, StreamReceiver] = {}
@@ -86,7 +89,13 @@ class Exchange:
     def receive(self, worker: int, publish: int) -> dict[str, str]:
         if worker not in self.receivers:
             self.receivers[worker] = StreamReceiver(
-                7, self.stream, worker, self.address, HOST, timeout_s=self.timeout_s
+                7,
+                self.stream,
+                worker,
+                self.address,
+                HOST,
+                timeout_s=self.timeout_s,
+                delta=self.delta,
             )
 
         def load(found):
@@ -139,6 +148,78 @@ def test_everything_arrives(num_senders, num_replicas, num_workers):
                 for part in stream.parts:
                     found = loaded[part.tensor.name][part.box]
                     assert torch.equal(found, piece_of(part.tensor.name, part.box))
+
+
+def moved(version: int, name: str, box: Box) -> torch.Tensor:
+    """Weights of a version: "d" moves at 20 places, "a" as a whole in version 3, others never."""
+    tensor = tensors()[name]
+    if name == "d":
+        places = torch.arange(20) * 97 + version
+        tensor.view(-1)[places] += 1 + version
+    if name == "a" and version == 3:
+        tensor = -tensor
+    return box.view_in(whole_box(tensor.shape), tensor)
+
+
+def send_version(exchange: Exchange, version: int, index: int) -> dict[str, str]:
+    return exchange.send(index, version, functools.partial(moved, version))
+
+
+@pytest.mark.parametrize(
+    ("num_senders", "num_replicas", "num_workers"), [(1, 1, 1), (2, 3, 1), (2, 2, 2)]
+)
+def test_changes_alone_give_the_same_weights(num_senders, num_replicas, num_workers):
+    for stream in streams_of(num_senders, num_replicas, num_workers):
+        exchange = Exchange(stream, delta=True)
+        fractions = []
+        for version in (1, 2, 3, 4):
+            exchange.run(version, functools.partial(send_version, exchange, version))
+            sent = {}
+            for index in exchange.senders:
+                sent |= exchange.results[f"sender {index}"]
+            for worker, loaded in exchange.loaded.items():
+                assert exchange.results[f"worker {worker}"] == sent
+                for part in stream.parts:
+                    expected = moved(version, part.tensor.name, part.box)
+                    assert torch.equal(loaded[part.tensor.name][part.box], expected)
+            senders = exchange.senders.values()
+            num_sent = sum(sender.num_sent_bytes for sender in senders)
+            fractions.append(num_sent / sum(sender.num_bytes for sender in senders))
+        first, second, third, fourth = fractions
+        assert first > 1 and second < 0.05
+        assert second < third < 1 and second < fourth < 1
+
+
+def test_a_piece_that_fails_is_told_before_changes_too():
+    exchange = Exchange(one_stream(num_replicas=2), delta=True)
+    exchange.run(1)
+
+    def broken(name: str, box: Box) -> torch.Tensor:
+        if name == "d":
+            raise OSError("disk")
+        return piece_of(name, box)
+
+    exchange.run(publish=2, send=lambda index: exchange.send(index, 2, broken))
+    for worker in (0, 1):
+        assert "gave up publish 2" in str(exchange.results[f"worker {worker}"])
+
+
+def test_a_changed_byte_in_changes_is_found():
+    exchange = Exchange(one_stream(num_replicas=2), delta=True)
+    exchange.run(1)
+    first = exchange.receivers[0]
+    send = first._group.send
+
+    def corrupt(data, to):
+        if 100 < data.numel() < 400:  # the places and words of "d"
+            data = data.clone()
+            data[-1] ^= 4
+        return send(data, to)
+
+    first._group.send = corrupt
+    exchange.run(2, functools.partial(send_version, exchange, 2))
+    assert exchange.results["worker 0"] == exchange.results["sender 0"]
+    assert isinstance(exchange.results["worker 1"], Exception)
 
 
 def one_stream(num_senders: int = 1, num_replicas: int = 1) -> Stream:

@@ -354,6 +354,20 @@ def only_rollouts_ahead_are_in_flight(run: RunConfig) -> Violation | None:
     )
 
 
+@RUN_RULES.rule("delta_of_files")
+def files_have_no_changes(run: RunConfig) -> Violation | None:
+    """Refuse changes where weights travel as files."""
+    if not run.publish.delta or run.publish.method != "file":
+        return None
+    return Violation(
+        "publish.delta",
+        "weights go through files, which are written whole (publish.method=file)",
+        nearest=(False,),
+        remedy="set publish.delta=false, or another publish.method",
+        related=("publish.method",),
+    )
+
+
 @RUN_RULES.rule("canary_tolerance")
 def tolerance_allows_for_rounding(run: RunConfig) -> Violation | None:
     """Refuse a canary tolerance below what bfloat16 rounds."""

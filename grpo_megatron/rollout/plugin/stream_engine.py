@@ -61,6 +61,7 @@ class StreamWeightTransferEngine(
                 own_address(),
                 opened.carrier,
                 init_info.timeout_s,
+                delta=opened.delta,
             )
 
     def start_weight_update(self) -> None:
