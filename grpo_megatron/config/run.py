@@ -51,15 +51,17 @@ class DomainConfig(Strict):
 
     name: str
     """Name in metrics."""
-    source: Literal["reasoning_gym", "file"]
-    """`reasoning_gym`: procedural problems; `file`: JSONL, Parquet, JSON or CSV."""
+    source: Literal["reasoning_gym", "file", "run"]
+    """`reasoning_gym`: procedural problems; `file`: JSONL, Parquet, JSON or CSV; `run`: samples
+    that an RL run has recorded, as preferences."""
     dataset: str | None = None
     """reasoning-gym data set, for example `chain_sum`."""
     arguments: dict[str, Any] = {}
     """Arguments of the reasoning-gym data set, for example `{min_digits = 2}`; of a file:
-    `answer_after`, `domain_field`, `split` (docs/recipes.md)."""
+    `answer_after`, `domain_field`, `split` (docs/recipes.md); of a run: `pairs`, `domain`
+    (docs/preferences.md)."""
     path: InputPath | None = None
-    """File, or a folder with the shards of a data set."""
+    """File, or a folder with the shards of a data set; of source `run`, the directory of a run."""
     prompt_field: str = "question"
     """Field that holds the question or a conversation; as it is, `messages`, `prompt` and the
     fields of known benchmarks are found as well."""
@@ -460,6 +462,10 @@ class EvaluationConfig(Strict):
     """Samples a prompt for pass@k and majority@k at the end; 0: greedy only."""
 
 
+PairChoice = Literal["best_worst", "correct_incorrect"]
+"""How two samples of a group are chosen (`data.preference_pairs`)."""
+
+
 class RejectionConfig(Strict):
     """Verified samples as a data set (`controller/rejection.py`)."""
 
@@ -469,6 +475,9 @@ class RejectionConfig(Strict):
     """Kept responses a prompt."""
     max_prompts: int | None = Field(None, ge=1)
     """Prompts a domain; default: all."""
+    pairs: PairChoice | None = None
+    """Write pairs for kind preferences instead, at most one a prompt: the samples with the highest
+    and the lowest reward, or the best correct and the worst incorrect one; default: responses."""
     scripts: tuple[str, ...] = ()
     """Keep only responses in these Unicode scripts, for example ['latin']; default: any."""
 

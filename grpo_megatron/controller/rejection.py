@@ -6,10 +6,12 @@ ones once, at most so many a prompt (DeepSeek-R1, arXiv:2501.12948, section 2.3.
 import json
 from collections.abc import Iterator, Sequence
 
-from grpo_megatron.config.run import DomainConfig, RejectionConfig, RunConfig
+from grpo_megatron.config.run import DomainConfig, PairChoice, RejectionConfig, RunConfig
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.controller.group_filter import GroupFilter
-from grpo_megatron.data.conversation import with_answer
+from grpo_megatron.data.conversation import MESSAGES, with_answer
+from grpo_megatron.data.preference_pairs import pair_of
+from grpo_megatron.data.preference_rows import CHOSEN, REJECTED
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
@@ -48,11 +50,16 @@ async def sample_dataset(
             0, prompts[start : start + _PROMPTS_AT_ONCE], num_samples=settings.num_samples
         )
         for group in await rewards.score(groups):
-            responses = _responses(group, selection, settings, tokenizer)
-            num_kept += len(responses)
-            if responses:
-                prompt = group.group.prompt
-                lines.append(json.dumps(_row(prompt, responses, domains[prompt.domain])))
+            domain = domains[group.group.prompt.domain]
+            if settings.pairs is not None:
+                row = _pair_row(group, selection, settings, settings.pairs, tokenizer, domain)
+                num_kept += 2 * bool(row)
+            else:
+                responses = _responses(group, selection, settings, tokenizer)
+                num_kept += len(responses)
+                row = _row(group.group.prompt, responses, domain)
+            if row:
+                lines.append(json.dumps(row))
     write_atomically(run_dir.dataset, "\n".join([*lines, ""]))
     return {
         "prompts": float(len(prompts)),
@@ -87,7 +94,39 @@ def _responses(
     return responses
 
 
+def _pair_row(
+    group: ScoredGroup,
+    selection: GroupFilter,
+    settings: RejectionConfig,
+    how: PairChoice,
+    tokenizer: TextTokenizer,
+    domain: DomainConfig,
+) -> dict[str, object]:
+    """The group's pair as a row for kind preferences; empty where it has none.
+
+    Texts end like finished answers when they are trained, so truncated ones are in no pair."""
+    prompt = group.group.prompt
+    texts = [completion.text for completion in group.group.completions]
+    usable = []
+    for text, completion in zip(texts, group.group.completions, strict=True):
+        is_whole = not completion.truncated and bool(text.strip()) and _is_text(text, tokenizer)
+        usable.append(is_whole and _has_scripts(text, settings.scripts))
+    pair = pair_of(group.rewards, selection.correct(group), usable, how)
+    if pair is None or texts[pair.chosen] == texts[pair.rejected]:
+        return {}
+    row: dict[str, object] = {"domain": prompt.domain, "margin": pair.margin}
+    answers = {CHOSEN: texts[pair.chosen], REJECTED: texts[pair.rejected]}
+    if domain.template != CHAT:
+        return {"prompt": prompt.text, **answers, **row}
+    row["prompt"] = prompt.metadata[MESSAGES]
+    for name, text in answers.items():
+        row[name] = with_answer(prompt, text, domain.assistant_prefix)[-1:]
+    return row
+
+
 def _row(prompt: Prompt, responses: Sequence[str], domain: DomainConfig) -> dict[str, object]:
+    if not responses:
+        return {}
     row: dict[str, object] = {
         "question": prompt.text,
         "answer": prompt.answer,
@@ -115,10 +154,15 @@ def _accepted(group: ScoredGroup, selection: GroupFilter, scripts: Sequence[str]
         text = completion.text
         if correct != 1 or completion.truncated or text.strip() in seen:
             continue
-        if scripts and not _is_in_scripts(text, scripts):
+        if not _has_scripts(text, scripts):
             continue
         seen.add(text.strip())
         yield text
+
+
+def _has_scripts(text: str, scripts: Sequence[str]) -> bool:
+    """Whether a text is in the scripts, if any are asked for."""
+    return not scripts or _is_in_scripts(text, scripts)
 
 
 def _is_in_scripts(text: str, scripts: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.connecting import connect_engine, connect_worker, is_expected
 from grpo_megatron.controller.display import show, show_phase
 from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.recorded_pairs import recorded_answers
 from grpo_megatron.controller.rejoining import Rejoining
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import TrainerLink
@@ -62,7 +63,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
         tokenizer = load_tokenizer(config.model.path or run_dir.model)
         preferences = None
         if config.trains_preferences:
-            preferences = load_preferences(config, tokenizer)
+            preferences = load_preferences(config, tokenizer, recorded_answers(config, tokenizer))
             _tell_dropped(preferences)
             splits = preferences.splits
         else:

@@ -49,6 +49,19 @@ class Preferences:
     """How many rows are not trained, by what is wrong with them, as text with the domain."""
 
 
+LabelledAnswer = tuple[Prompt, Completion, float]
+"""(prompt, answer, label)"""
+
+
+@dataclass(frozen=True)
+class RecordedAnswers:
+    """What the steps of a run give for a domain."""
+
+    pairs: Sequence[Preference]
+    labelled: Sequence[LabelledAnswer]
+    dropped: Counter[str]
+
+
 def read_preferences(domain: DomainConfig, *, is_paired: bool) -> Iterable[PreferenceRow]:
     """At most `domain.num_problems` rows of a domain's file or folder, one after another.
 
@@ -75,7 +88,7 @@ def refuse_bad_preferences(config: RunConfig) -> None:
     """Read all rows of all domains whose files are there. DataError as of `read_preferences`, and
     where a domain has no row that can be trained."""
     for domain in config.domains:
-        if domain.path is None or not domain.path.exists():
+        if domain.source != "file" or domain.path is None or not domain.path.exists():
             continue
         num_sound = 0
         reasons: Counter[str] = Counter()
@@ -89,16 +102,25 @@ def refuse_bad_preferences(config: RunConfig) -> None:
             raise _nothing_left(domain, reasons)
 
 
-def load_preferences(config: RunConfig, tokenizer: TextTokenizer) -> Preferences:
+def load_preferences(
+    config: RunConfig,
+    tokenizer: TextTokenizer,
+    recorded: Mapping[str, RecordedAnswers] | None = None,
+) -> Preferences:
     """Every preference of the recipe, tokenised, deduplicated and split.
 
     Left out, and counted, are those with an empty answer, with equal answers, and those longer than
-    `rollout.max_model_len`. DataError where nothing of a domain is left."""
+    `rollout.max_model_len`. DataError where nothing of a domain is left. recorded: of the domains
+    that take samples of a run, by name."""
     found: list[Preference] = []
     dropped: dict[str, int] = {}
     for domain in config.domains:
         reasons: Counter[str] = Counter()
-        of_domain = _of_domain(config, domain, tokenizer, reasons)
+        if domain.source == "run":
+            assert recorded is not None
+            of_domain = _of_run(config, domain, recorded[domain.name], reasons)
+        else:
+            of_domain = _of_domain(config, domain, tokenizer, reasons)
         if not of_domain:
             raise _nothing_left(domain, reasons)
         for reason, count in reasons.items():
@@ -139,7 +161,10 @@ def _of_domain(
             continue
         found.append((row, prompt, answers))
     if config.compares_pairs:
-        return [_pair(row, prompt, answers) for row, prompt, answers in found]
+        return [
+            pair_preference(prompt, (answers[0], answers[1]), row.margin)
+            for row, prompt, answers in found
+        ]
     labelled = []
     for row, prompt, answers in found:
         for answer, label in zip(answers, row.labels, strict=True):
@@ -147,14 +172,40 @@ def _of_domain(
     return _with_other_answers(labelled, longest, domain)
 
 
-def _pair(row: PreferenceRow, prompt: Prompt, answers: Sequence[Completion]) -> Preference:
-    chosen, rejected = answers
-    prompt = _with_id(prompt, (chosen, rejected), "pair")
-    return Preference(prompt, (chosen, rejected), (1.0, 0.0), row.margin)
+def _of_run(
+    config: RunConfig, domain: DomainConfig, recorded: RecordedAnswers, reasons: Counter[str]
+) -> list[Preference]:
+    longest = config.rollout.max_model_len
+    reasons.update(recorded.dropped)
+    too_long = f"longer than rollout.max_model_len ({longest} tokens)"
+    if config.compares_pairs:
+        fitting = []
+        for one in recorded.pairs:
+            if len(one.prompt.token_ids) + max(a.num_tokens for a in one.answers) <= longest:
+                fitting.append(one)
+            else:
+                reasons[too_long] += 1
+        return fitting
+    labelled = []
+    for prompt, answer, label in recorded.labelled:
+        if len(prompt.token_ids) + answer.num_tokens <= longest:
+            labelled.append((prompt, answer, label))
+        else:
+            reasons[too_long] += 1
+    if not labelled:
+        return []
+    return _with_other_answers(labelled, longest, domain)
+
+
+def pair_preference(
+    prompt: Prompt, answers: tuple[Completion, Completion], margin: float
+) -> Preference:
+    """A chosen and a rejected answer, under the id of their tokens."""
+    return Preference(_with_id(prompt, answers, "pair"), answers, (1.0, 0.0), margin)
 
 
 def _with_other_answers(
-    labelled: Sequence[tuple[Prompt, Completion, float]], longest: int, domain: DomainConfig
+    labelled: Sequence[LabelledAnswer], longest: int, domain: DomainConfig
 ) -> list[Preference]:
     """Give every labelled answer an answer to the next other prompt, in the order of hashes; it is
     cut where it would be too long."""

@@ -1,5 +1,6 @@
 """Text to token ids and back, from a Hugging Face checkpoint directory."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -31,6 +32,11 @@ class TextTokenizer:
         self._lacks_character: dict[str, bool] = {}
         self.eos_token_id = eos_token_id
         self.stop_token_ids = tuple(sorted({eos_token_id, *stop_token_ids}))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers with the same tokens, rules and special tokens."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     def encode(self, text: str, *, where: str | None = None) -> list[int]:
         """Token ids of `text`; DataError where there is no token for a character of it."""

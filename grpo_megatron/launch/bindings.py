@@ -6,6 +6,7 @@ import contextlib
 from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.templates import CHAT
+from grpo_megatron.controller.recorded_pairs import refuse_no_recording
 from grpo_megatron.data.chat_template import read_chat_template
 from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferences
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
@@ -89,6 +90,9 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
     with tokenizer_directory(config.model) as directory:
         for domain in config.domains:
             if domain.path is not None and not domain.path.exists():
+                continue
+            if domain.source == "run":
+                refuse_no_recording(domain)
                 continue
             if config.trains_preferences:
                 is_paired = config.compares_pairs

@@ -151,6 +151,21 @@ class Graph:
             return run_dir.dataset.absolute()
         return run_dir.export.absolute()
 
+    def input(self, key: str, parent: str) -> Path:
+        """Absolute path of what a stage's key takes from another one: its output, or of an RL run
+        the directory with its recorded samples, for a domain."""
+        if _is_data(key) and self.kind(parent) == "rl":
+            return self.run_dir(parent).root.absolute()
+        return self.output(parent)
+
+    def takes_samples(self, name: str, key: str) -> bool:
+        """Whether `key` is the path of a domain that takes the samples of a run."""
+        number = int(key.split(".")[1])
+        try:
+            return self._config(name).domains[number].source == "run"
+        except ConfigError:  # a domain of another source may not have this path at all
+            return False
+
     def resolve(self, name: str) -> ResolvedConfig:
         """The configuration of a recipe's stage, validated as far as it can be now: where the
         model that it starts from is not there yet, by that of the stage before. ConfigError."""
@@ -180,7 +195,7 @@ class Graph:
         if "model.path" in stage.inputs:
             flags.append("model.preset=null")
         for key, parent in stage.inputs.items():
-            flags.append(f"{key}={as_toml(str(self.output(parent)))}")
+            flags.append(f"{key}={as_toml(str(self.input(key, parent)))}")
         if stage.gates:
             flags.append(f"gates={as_toml(list(self._below(stage.gates)))}")
         return [*flags, f"runs_dir={as_toml(str(self.root))}", f"name={as_toml(name)}"]
@@ -254,17 +269,26 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
         raise ConfigError("a stage cannot be called 'records'", where=where, remedy="rename it")
 
 
+def _is_data(key: str) -> bool:
+    """Whether a key takes data: the path of a domain."""
+    return key.startswith("domains") and key.endswith(".path")
+
+
 def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
     kind = graph.kind(parent)
     gives = _OUTPUTS.get(kind, "a checkpoint")
     wants = "a checkpoint"
-    if key.startswith("domains") and key.endswith(".path"):
+    if _is_data(key):
         wants = "a data set"
+        if kind == "rl" and graph.takes_samples(name, key):
+            return
     if wants == gives:
         return
     remedy = "name another stage"
     if gives == "a data set":
         remedy = "a data set goes to domains.N.path"
+    elif wants == "a data set" and kind == "rl":
+        remedy = 'a domain with source = "run" takes the samples of an RL stage'
     raise ConfigError(
         f"{key} of stage {name} takes {wants}; stage {parent} ({kind}) gives {gives}",
         where=graph.file.where(("stages", name)),

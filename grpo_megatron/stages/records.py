@@ -98,7 +98,7 @@ class Records:
             known["config"] = config.model_dump(
                 mode="json", exclude={"runs_dir", "telemetry", "gates"}
             )
-            made = {graph.output(parent) for parent in stage.inputs.values()}
+            made = {graph.input(key, parent) for key, parent in stage.inputs.items()}
             known["preset"] = config.model.preset and load_preset(config.model.preset).hf
             files = {}
             for path in config.input_paths:

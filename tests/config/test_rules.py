@@ -49,6 +49,7 @@ PREFERENCES = [
 BROKEN = [
     ("rewards", ["domains.0.rewards=[]"]),
     ("preferences", ["preferences.loss=ipo"]),
+    ("domain_source", ["domains.0.dataset=null", "domains.0.source=run", "domains.0.path=x"]),
     ("preferences", [*PREFERENCES, "preferences.gamma=1"]),
     ("preferences", [*PREFERENCES, "preferences.loss=ipo", "preferences.label_smoothing=0.1"]),
     ("preferences", [*PREFERENCES, "preferences.loss=simpo", "preferences.reference=/x"]),

@@ -21,7 +21,7 @@ _OF_CHAT_TEMPLATE = (
     "question_template",
     "assistant_prefix",
 )
-_FIELD_OF_SOURCE = {"reasoning_gym": "dataset", "file": "path"}
+_FIELD_OF_SOURCE = {"reasoning_gym": "dataset", "file": "path", "run": "path"}
 
 
 @DOMAIN_RULES.rule("length_budget")
@@ -90,14 +90,30 @@ def source_uses_what_is_set(run: RunConfig, domain: DomainConfig, index: int) ->
 
 
 def _unused_source_fields(domain: DomainConfig, index: int) -> Iterator[Violation]:
-    for source, field in _FIELD_OF_SOURCE.items():
-        if source != domain.source and getattr(domain, field):
+    for field in dict.fromkeys(_FIELD_OF_SOURCE.values()):
+        is_used = field == _FIELD_OF_SOURCE[domain.source]
+        if not is_used and getattr(domain, field):
             yield Violation(
                 f"domains.{index}.{field}",
                 f"source {domain.source} does not use {field}",
                 remedy=f"remove domains.{index}.{field}",
                 related=(f"domains.{index}.source",),
             )
+
+
+@DOMAIN_RULES.rule("domain_source")
+def only_preferences_are_of_a_run(
+    run: RunConfig, domain: DomainConfig, index: int
+) -> Violation | None:
+    """Refuse samples of another run where problems are asked for."""
+    if domain.source != "run" or run.trains_preferences:
+        return None
+    return Violation(
+        f"domains.{index}.source",
+        "source run gives preferences, which only kind preferences trains",
+        nearest=("file",),
+        related=("kind",),
+    )
 
 
 @DOMAIN_RULES.rule("template")

@@ -1,0 +1,124 @@
+"""Preferences that a run's store holds, with the tokens that were sampled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grpo_megatron.batching.manifest import StepFacts
+from grpo_megatron.config.loader import load_recipe, write_resolved
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.recorded_pairs import recorded_answers, refuse_no_recording
+from grpo_megatron.controller.recorder import record_step
+from grpo_megatron.data.preferences import load_preferences
+from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.errors import DataError
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
+from tests.controller.scored_groups import stored
+
+GROUPS = {"1 + 1 =": ["2", "3", "4"], "2 + 2 =": ["4", "5", "6"], "3 + 3 =": ["5", "5", "6"]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Three groups of the demo's domain; in the last one nothing but rewards differs."""
+    run_dir = RunDir(tmp_path_factory.mktemp("run"))
+    resolved = load_recipe("demo/gspo-moe-cpu")
+    write_resolved(run_dir.config, resolved)
+    write_tiny_model(run_dir.model, load_preset("tiny-qwen3-moe"))
+    tokenizer = load_tokenizer(run_dir.model)
+    domain = resolved.config.domains[0]
+    groups = []
+    for number, (question, answers) in enumerate(GROUPS.items()):
+        completions = []
+        for answer in answers:
+            ids = np.array([*tokenizer.encode(answer), tokenizer.eos_token_id], np.int32)
+            span = (VersionSpan(0, 0, len(ids)),)
+            completions.append(
+                Completion(ids, np.zeros(len(ids), np.float32), span, "stop", answer)
+            )
+        prompt = Prompt(question, domain.name, question, tuple(tokenizer.encode(question)), "")
+        correct = np.array([1.0, 0.0, np.nan] if number < 2 else [0.0, 0.0, 0.0])
+        components = {domain.accuracy_component: correct}
+        group = RolloutGroup(prompt, tuple(completions), 0)
+        groups.append(ScoredGroup(group, components, correct))
+    facts = StepFacts(kind="rl", domains=[domain.name])
+    in_store = stored(run_dir.rollouts / "x", groups)
+    record_step(run_dir.step_store(0), in_store, 1, facts, tokenizer.decode)
+    return run_dir, tokenizer, domain.name
+
+
+def recipe(run_dir: RunDir, loss: str = "dpo", **arguments) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "case",
+            "kind": "preferences",
+            "model": {"preset": "tiny-qwen3-moe"},
+            "preferences": {"loss": loss},
+            "domains": [
+                {
+                    "name": "own",
+                    "source": "run",
+                    "path": str(run_dir.root),
+                    "arguments": arguments,
+                }
+            ],
+            "data": {"num_validation": 0, "num_heldout": 1},
+        }
+    )
+
+
+def load(config: RunConfig, tokenizer):
+    return load_preferences(config, tokenizer, recorded_answers(config, tokenizer))
+
+
+@pytest.mark.parametrize("how", ["best_worst", "correct_incorrect"])
+def test_pairs_are_the_sampled_tokens(run, how):
+    run_dir, tokenizer, _ = run
+    found = load(recipe(run_dir, pairs=how), tokenizer)
+    assert len(found.by_id) == 2 and f"1 groups without a pair ({how})" in "".join(found.dropped)
+    for one in found.by_id.values():
+        chosen, rejected = GROUPS[one.prompt.text][:2]
+        assert (one.answers[0].text, one.answers[1].text) == (chosen, rejected)
+        assert one.prompt.token_ids == tuple(tokenizer.encode(one.prompt.text))
+        assert one.answers[0].token_ids[-1] == tokenizer.eos_token_id
+        assert one.margin == 1.0
+
+
+def test_labels_are_correctness(run):
+    run_dir, tokenizer, _ = run
+    found = load(recipe(run_dir, "kto"), tokenizer)
+    labels = sorted(one.labels[0] for one in found.by_id.values())
+    # NaN is no label; of the two equal answers to 3 + 3 one is left
+    assert labels == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_what_is_no_recording(run, tmp_path):
+    run_dir, _, name = run
+    with pytest.raises(DataError, match="no run is there"):
+        refuse_no_recording(recipe(RunDir(tmp_path)).domains[0])
+    with pytest.raises(DataError, match=r"arguments.pairs is 'best'") as error:
+        refuse_no_recording(recipe(run_dir, pairs="best").domains[0])
+    assert "best_worst" in str(error.value)
+    with pytest.raises(DataError, match="no domain 'x'"):
+        refuse_no_recording(recipe(run_dir, domain="x").domains[0])
+    refuse_no_recording(recipe(run_dir, domain=name).domains[0])
+    empty = replace(run_dir, root=tmp_path)
+    (tmp_path / "config.json").write_bytes(run_dir.config.read_bytes())
+    with pytest.raises(DataError, match="no recorded step"):
+        refuse_no_recording(recipe(empty).domains[0])
+
+
+def test_another_tokenizer_is_refused(run):
+    run_dir, tokenizer, _ = run
+    config = recipe(run_dir)
+    other = load_tokenizer(run_dir.model)
+    other.__dict__["fingerprint"] = "other"
+    with pytest.raises(DataError, match="another tokenizer"):
+        recorded_answers(config, other)
+    assert recorded_answers(config, tokenizer)
