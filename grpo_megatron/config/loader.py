@@ -101,7 +101,8 @@ def _set_by_hand(resolved: ResolvedConfig, objective: dict[str, Any]) -> dict[st
     """`[objective]` without what its preset or a default had set: another preset replaces that."""
     kept = {}
     for key, value in objective.items():
-        origin = resolved.provenance[f"objective.{key}"]
+        # the run may be of a version that did not have this setting
+        origin = resolved.provenance.get(f"objective.{key}", DEFAULT)
         if origin.kind not in ("default", "preset"):
             kept[key] = value
     return kept

@@ -82,6 +82,16 @@ def test_another_objective_on_a_stored_run_takes_its_own_values(tmp_path):
     assert after.provenance["objective.clip_high"].where == "objective preset dapo"
 
 
+def test_a_run_of_a_version_without_a_setting_takes_overrides(tmp_path):
+    write_resolved(tmp_path / "config.json", load_recipe(DEMO, ["objective.clip_low=0.1"]))
+    stored = json.loads((tmp_path / "config.json").read_text())
+    del stored["config"]["objective"]["kl_beta"]
+    del stored["provenance"]["objective.kl_beta"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    after = read_resolved(tmp_path, ["objective.preset=grpo"]).config.objective
+    assert (after.preset, after.clip_low) == ("grpo", 0.1)
+
+
 def test_wrong_overrides_on_a_stored_run(tmp_path):
     write_resolved(tmp_path / "config.json", load_recipe(DEMO))
     with pytest.raises(InvalidConfigError, match="num_steps"):
