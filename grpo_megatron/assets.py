@@ -25,6 +25,16 @@ def root() -> Path:
     )
 
 
+def input_path(path: Path) -> Path:
+    """Where an input is, absolute: relative to the current directory. What is not there and begins
+    with `recipes/data` is the shipped file of that name, so that recipes with data run anywhere."""
+    path = path.expanduser()
+    is_shipped = path.parts[:2] == ("recipes", "data") and not path.exists()
+    if is_shipped and (root() / path).exists():
+        return root() / path
+    return path.absolute()
+
+
 def tables(module: str, name: str) -> dict[str, Any]:
     """The TOML file `name` beside a `module` of the package."""
     return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))

@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-InputPath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+from grpo_megatron import assets
+
+InputPath = Annotated[Path, AfterValidator(assets.input_path)]
 """Relative to the current directory; kept absolute, since a resumed run may have another."""
 
 

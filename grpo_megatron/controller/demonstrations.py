@@ -1,5 +1,6 @@
 """What a cold start trains: answers of a data set, and episodes that the recipe demonstrates."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from grpo_megatron.rollout.episode_domains import OpenEnvironment, episode_domai
 from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.rollout.segments import Ask, derive_seed
 from grpo_megatron.types import Completion, Prompt
+
+_TRIES = 3
+"""Of an episode that cannot be scored."""
 
 
 class Demonstrations:
@@ -49,12 +53,15 @@ class Demonstrations:
         if prompt.domain not in self._turns:
             return self._answers.first(0, prompt)
         turns = self._turns[prompt.domain]
-        played = await self._episodes[prompt.domain].play(
-            turns.answering(prompt),
-            prompt,
-            EpisodeSeeds(derive_seed(self._config.seed, prompt.prompt_id), None),
-            self._config.rollout.max_model_len,
-        )
+        played = await self._played(turns, prompt)
+        if math.isnan(played.outcome):
+            raise DataError(
+                f"the demonstrated episode of prompt {prompt.prompt_id} could not be scored, "
+                f"{_TRIES} times: {played.text!r}",
+                where=turns.where,
+                remedy="see what the environment says in logs/latest/demonstrations.log; where it "
+                "is too slow here, raise its time limits (step_s, and those of its arguments)",
+            )
         if not played.outcome > 0:
             raise DataError(
                 f"the demonstrated episode of prompt {prompt.prompt_id} is worth "
@@ -64,6 +71,24 @@ class Demonstrations:
                 f"{prompt.question!r}, the answer {prompt.answer!r}",
             )
         return played
+
+    async def _played(self, turns: "_Turns", prompt: Prompt) -> Completion:
+        """The demonstrated episode; played again where its environment failed, which is nobody's
+        fault."""
+        played = await self._played_once(turns, prompt)
+        for _ in range(_TRIES - 1):
+            if not math.isnan(played.outcome):
+                break
+            played = await self._played_once(turns, prompt)
+        return played
+
+    async def _played_once(self, turns: "_Turns", prompt: Prompt) -> Completion:
+        return await self._episodes[prompt.domain].play(
+            turns.answering(prompt),
+            prompt,
+            EpisodeSeeds(derive_seed(self._config.seed, prompt.prompt_id), None),
+            self._config.rollout.max_model_len,
+        )
 
 
 class _Turns:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron import assets
 from grpo_megatron.environments.registry import traits
 from grpo_megatron.environments.tools import (
     EXACT_MATCH,
@@ -23,7 +24,7 @@ from grpo_megatron.environments.tools import (
     ToolError,
     tool,
 )
-from grpo_megatron.errors import EpisodeError
+from grpo_megatron.errors import EpisodeError, raised_as
 
 LARGEST_BUILT = 64 << 20
 """Bytes of a corpus whose index is built without being asked for."""
@@ -47,7 +48,7 @@ WHERE words MATCH ? ORDER BY bm25(words), words.rowid LIMIT ?
 
 def _check(*, corpus: str, index: str | None = None, **arguments: Any) -> None:
     FinalAnswer.check(**{"reward": EXACT_MATCH, **arguments})
-    ready_index(Path(corpus), index_path(corpus, index))
+    ready_index(assets.input_path(Path(corpus)), index_path(corpus, index))
 
 
 @traits(check=_check)
@@ -108,7 +109,7 @@ def index_path(corpus: str, index: str | None) -> Path:
     """Where the index of a corpus lies."""
     if index is not None:
         return Path(index)
-    return Path(f"{corpus}.fts5")
+    return Path(f"{assets.input_path(Path(corpus))}.fts5")
 
 
 def ready_index(corpus: Path, index: Path) -> None:
@@ -130,6 +131,8 @@ def ready_index(corpus: Path, index: Path) -> None:
 def build_index(corpus: Path, index: Path) -> int:
     """Read a corpus into an index, which gets its name when it is whole. Returns the number of
     documents. EpisodeError names the first line that is no document, or what cannot be written."""
+    with raised_as(EpisodeError, "the index cannot be written", OSError, where=index):
+        index.parent.mkdir(parents=True, exist_ok=True)
     temporary = index.with_name(f"{index.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     before = _state_of(corpus)

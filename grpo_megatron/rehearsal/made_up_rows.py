@@ -2,11 +2,14 @@
 
 import json
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron import assets
 from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.launch.bindings import refuse_unbound_environments
 
 _NUM_ROWS = 64
 _METADATA = re.compile(r"\{metadata\[([^\[\]]+)\]\}")
@@ -34,9 +37,26 @@ def missing_corpora(config: RunConfig) -> list[int]:
         if domain.environment is None:
             continue
         corpus = domain.environment.arguments.get("corpus")
-        if corpus is not None and not Path(corpus).exists():
+        if corpus is not None and not assets.input_path(Path(corpus)).exists():
             missing.append(number)
     return missing
+
+
+def refuse_unbound_environments_here(config: RunConfig) -> None:
+    """As `refuse_unbound_environments`, with made-up documents where those of the recipe are not on
+    this machine."""
+    missing = missing_corpora(config)
+    with tempfile.TemporaryDirectory(prefix="documents-") as folder:
+        documents = Path(folder) / "documents.jsonl"
+        write_corpus(documents)
+        domains = list(config.domains)
+        for number in missing:
+            environment = domains[number].environment
+            assert environment is not None  # it has a corpus
+            arguments = {**environment.arguments, "corpus": str(documents), "index": None}
+            searches = environment.model_copy(update={"arguments": arguments})
+            domains[number] = domains[number].model_copy(update={"environment": searches})
+        refuse_unbound_environments(config.model_copy(update={"domains": tuple(domains)}))
 
 
 def write_corpus(path: Path) -> None:

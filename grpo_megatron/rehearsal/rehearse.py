@@ -18,7 +18,6 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.bindings import (
-    refuse_unbound_environments,
     refuse_unbound_objective,
     refuse_unbound_rewards,
 )
@@ -26,7 +25,10 @@ from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_judges, of_run
 from grpo_megatron.rehearsal.local_server import LocalServer
-from grpo_megatron.rehearsal.made_up_rows import special_tokens_of
+from grpo_megatron.rehearsal.made_up_rows import (
+    refuse_unbound_environments_here,
+    special_tokens_of,
+)
 from grpo_megatron.rehearsal.scale_down import (
     NUM_STEPS,
     Change,
@@ -79,7 +81,7 @@ def rehearse_recipe(
     config = at_scale.config
     refuse_unbound_objective(config)
     refuse_unbound_rewards(config)
-    refuse_unbound_environments(config)
+    refuse_unbound_environments_here(config)
     if folder is None:
         folder = config.runs_dir / "rehearsal" / config.name
     take_folder(folder)

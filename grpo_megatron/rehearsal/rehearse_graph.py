@@ -15,13 +15,15 @@ from grpo_megatron.config.toml_file import find_recipe, read_toml
 from grpo_megatron.errors import ConfigError, GrpoMegatronError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.bindings import (
-    refuse_unbound_environments,
     refuse_unbound_objective,
     refuse_unbound_rewards,
 )
 from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_judges, of_run
 from grpo_megatron.rehearsal.local_server import LocalServer
-from grpo_megatron.rehearsal.made_up_rows import special_tokens_of
+from grpo_megatron.rehearsal.made_up_rows import (
+    refuse_unbound_environments_here,
+    special_tokens_of,
+)
 from grpo_megatron.rehearsal.rehearse import (
     Rehearsal,
     Say,
@@ -140,7 +142,7 @@ def _at_scale(graph: Graph, site: str) -> list[Finding]:
         resolved = graph.resolve(name)
         refuse_unbound_objective(resolved.config)
         refuse_unbound_rewards(resolved.config)
-        refuse_unbound_environments(resolved.config)
+        refuse_unbound_environments_here(resolved.config)
         first = graph.resolve(_root_of(graph, name)).config.model  # others are not there yet
         config = resolved.config.model_copy(update={"model": first})
         for finding in at_cluster_scale(resolved.model_copy(update={"config": config}), site):

@@ -165,6 +165,9 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
             corpus = str(stand_ins.corpora[number])
             why_corpus = "made-up documents: no such file"
             changes.set(f"{key}.environment.arguments.corpus", corpus, why_corpus)
+            if domain.environment is not None and "index" in domain.environment.arguments:
+                index = f"{corpus}.fts5"
+                changes.set(f"{key}.environment.arguments.index", index, "of these documents")
         if domain.reference is not None:
             changes.set(f"{key}.reference", str(stand_ins.other_model), "a random reference")
         if domain.num_problems is not None:
@@ -272,6 +275,8 @@ def _episode_sizes(key: str, episodes: EpisodeConfig, changes: _Changes) -> None
     changes.at_most(f"{key}.max_turns", episodes.max_turns, MAX_TURNS, why)
     changes.at_most(f"{key}.episode_tokens", episodes.episode_tokens, MAX_EPISODE_TOKENS, why)
     changes.at_most(f"{key}.processes", episodes.processes, 1, why)
+    if isinstance(episodes, EnvironmentConfig):
+        changes.at_most(f"{key}.servers", episodes.servers, 2, why)
     most_turn_tokens = MAX_TURN_TOKENS
     if isinstance(episodes, EnvironmentConfig) and episodes.demonstration:
         most_turn_tokens = MAX_EPISODE_TOKENS

@@ -14,6 +14,7 @@ from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments.host import EnvironmentHost
+from grpo_megatron.environments.protocol import Observation, Outcome, Step, Unscorable
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import require_sound
 
@@ -120,3 +121,35 @@ def test_what_is_no_demonstration(tokenizer, model, tmp_path, demonstration, env
         demonstrated(recipe(demonstration, **environment), tokenizer, model, tmp_path)
     assert message in str(caught.value)
     assert "[[domains]] products, environment.demonstration" in str(caught.value)
+
+
+class Overloaded:
+    """Fails as often as `failures` says, then takes any answer."""
+
+    def __init__(self, failures: list[str]):
+        self._failures = failures
+
+    async def reset(self, problem, seed):
+        return Observation(({"role": "user", "content": problem.question},), (), "", Outcome(0.0))
+
+    async def step(self, reply):
+        if self._failures:
+            raise Unscorable(self._failures.pop())
+        return Step((), 1.0, True, outcome=Outcome(1.0))
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_an_episode_that_cannot_be_scored_is_played_again(tokenizer, model, num_failures):
+    config = recipe(["{answer}"])
+    prompt, *_ = load_prompts(config.domains[0], 0, tokenizer)
+    failures = ["it took too long"] * num_failures
+    demonstrations = Demonstrations(config, tokenizer, model, lambda _: Overloaded(failures))
+    played = demonstrations.completion(prompt)
+    if num_failures < 3:
+        assert asyncio.run(played).outcome == 1.0
+        return
+    with pytest.raises(DataError, match="could not be scored, 3 times"):
+        asyncio.run(played)

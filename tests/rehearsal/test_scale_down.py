@@ -21,6 +21,7 @@ from grpo_megatron.rehearsal.coin import COMPONENT, coin
 from grpo_megatron.rehearsal.made_up_rows import (
     missing_corpora,
     missing_files,
+    refuse_unbound_environments_here,
     special_tokens_of,
     write_corpus,
     write_rows,
@@ -272,7 +273,11 @@ def test_an_agents_turns_are_few_and_its_documents_made_up(tmp_path):
     config = resolve("demo/agent-calculator-cpu").config
     domain = config.domains[0]
     environment = EnvironmentConfig(
-        name="search", arguments={"corpus": "no/such.jsonl"}, max_turns=20, processes=4
+        name="search",
+        arguments={"corpus": "no/such.jsonl", "index": str(tmp_path / "my.fts5")},
+        max_turns=20,
+        processes=4,
+        servers=8,
     )
     searching = config.model_copy(
         update={
@@ -281,6 +286,8 @@ def test_an_agents_turns_are_few_and_its_documents_made_up(tmp_path):
         }
     )
     assert missing_corpora(searching) == [0]
+    refuse_unbound_environments_here(searching)
+    assert not (tmp_path / "my.fts5").exists()  # the index of other documents
     write_corpus(tmp_path / "documents.jsonl")
     inputs = replace(stand_ins(config, tmp_path), corpora={0: tmp_path / "documents.jsonl"})
     changes = {change.key: change.after for change in scale_down(searching, inputs)}
@@ -288,6 +295,8 @@ def test_an_agents_turns_are_few_and_its_documents_made_up(tmp_path):
     assert changes[f"{key}.max_turns"] == MAX_TURNS and changes[f"{key}.processes"] == 1
     assert changes[f"{key}.turn_tokens"] == MAX_TURN_TOKENS
     assert changes[f"{key}.arguments.corpus"] == str(tmp_path / "documents.jsonl")
+    assert changes[f"{key}.arguments.index"] == str(tmp_path / "documents.jsonl.fts5")
+    assert changes[f"{key}.servers"] == 2
     assert "rollout.max_model_len" not in changes  # 128
     plain = stand_ins(config, tmp_path)
     demonstrating = {change.key: change.after for change in scale_down(config, plain)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_megatron.batching.store import SampleTable
+from tests.trainer.episode_samples import random_groups, write_groups
 from tests.trainer.models import MOE, write_model, write_samples
 from tests.trainer.reference import reference_logits
 from tests.trainer.test_layout_parity import APART, LAYOUTS_2, LAYOUTS_4, OF_PACKING, assert_same
@@ -186,6 +187,48 @@ def test_the_first_loss_is_that_of_transformers(
     # terms of a divergence are positive, those of a policy gradient nearly cancel
     tolerance = 1e-5 * float(size) / tokens
     assert found["losses"][0] == pytest.approx(float(total) / tokens, abs=tolerance)
+
+
+@pytest.fixture(scope="session")
+def spoilt_episodes(tmp_path_factory) -> str:
+    """Of one to three sequences; about a third of the turns are spoilt."""
+    directory = tmp_path_factory.mktemp("episodes")
+    return write_groups(directory / "step_000001", random_groups(5, forks=True, spoilt=True))
+
+
+@pytest.mark.parametrize("layout", ["one", "cp2"])
+def test_the_policys_turns_of_episodes_are_taught(
+    request, moe_model, teachers, spoilt_episodes, layout
+):
+    """In every sequence, by the teachers of its episode's domain; what the environment says is read
+    only, and spoilt turns count without a loss."""
+    world = request.getfixturevalue("world1" if layout == "one" else "world2")
+    found = world.run(
+        CASES + "distil",
+        model=moe_model,
+        samples=spoilt_episodes,
+        layout={} if layout == "one" else LAYOUTS_2[layout],
+        distillation=settings_of(teachers, mode="full"),
+    )
+    assert found["unchanged"]
+    table = SampleTable(Path(spoilt_episodes))
+    student, *taught = (
+        [logits.double() for logits in reference_logits(model, table)]
+        for model in (moe_model, *teachers)
+    )
+    total = 0.0
+    num_tokens = 0
+    for row in range(len(table)):
+        log_p = student[row].log_softmax(-1)
+        has_loss = np.zeros(len(log_p), bool)
+        for turn in table.turns(row):
+            num_tokens += turn.end - turn.start
+            has_loss[turn.start : turn.end] = not turn.spoilt
+        for number, weight in ((0, 0.5), (1, 2.0 * (table.domain[row] == 1))):
+            divergence = kl_of(log_p, taught[number][row].log_softmax(-1), 0.0, None)
+            total += weight * float(divergence[torch.from_numpy(has_loss)].sum())
+    assert len(table) > len(np.unique(table.episode)) > 0
+    assert found["losses"][0] == pytest.approx(total / num_tokens, rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["full", "topk_tail"])
