@@ -1,10 +1,11 @@
 """A recipe's plan: memory of every stage's fullest rank, and what a step moves and writes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from grpo_megatron import assets
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
@@ -54,7 +55,7 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     stages between the second and the last, which are never the fullest."""
     hf, _ = configuration_of(config.model)
     vocab_size = vocabulary_of(hf, config.model)
-    sizes = sizes_of(hf, vocab_size, config.trainer)
+    sizes = sizes_of(hf, vocab_size, config.trainer, lora_of(config))
     memory: int | None = None
     usable: int | None = None
     if config.placement.gpus_per_node:
@@ -70,13 +71,22 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
     whole = sizes_of(hf, vocab_size, TrainerConfig())
     engine = _engine(config, hf, vocab_size, memory)
+    numbers = _numbers(config, whole, sizes, work["num_microbatches"])
+    if sizes.lora is not None:
+        of_weights = config.model_copy(update={"lora": None})
+        numbers["fullest_rank_without_adapters_bytes"] = _worst_total(of_weights, device)
     return Plan(
         stages,
         usable,
         engine=engine,
         publish=plan_publish(config, engine["weights"]),
-        numbers=_numbers(config, whole, sizes, work["num_microbatches"]),
+        numbers=numbers,
     )
+
+
+def _worst_total(config: RunConfig, device: str) -> int:
+    """Bytes of a recipe's fullest rank."""
+    return plan_of(config, device, worst_only=True).worst.total
 
 
 MEMORY_RULES = RuleSet()
@@ -185,6 +195,13 @@ def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMem
     return RankMemory(stage, static.rank, static.parts | step_bytes(s, stage, **work))
 
 
+def lora_of(config: RunConfig) -> LoraConfig | None:
+    """The adapters of a run whose memory they decide: a cold start trains all weights first."""
+    if config.cold_start is not None:
+        return None
+    return config.lora
+
+
 def has_frozen_routers(config: RunConfig) -> bool:
     """Whether routers have neither gradients nor optimizer state."""
     return config.routing.router_policy == "freeze_weights"
@@ -209,20 +226,29 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     pp = s.trainer.pipeline_parallel_size
     symbols = whole.symbols
     parameters = sum(w.numel for w in weights_of_chunk(whole, 0, 0))
+    trained = parameters
+    num_adapted = 0
+    if config.lora is not None:
+        with_adapters = weights_of_chunk(replace(whole, lora=config.lora), 0, 0)
+        num_adapted = trained = sum(w.numel for w in with_adapters if w.is_trained)
     weights = parameters * s.symbols["element"]
+    saved = (parameters + num_adapted) * s.symbols["element"]
     objective = config.objective
-    references = objective.kl != "none" or objective.preference_weight > 0
+    has_reference = objective.kl != "none" or objective.preference_weight > 0
+    is_base = config.lora is not None and objective.reference_interval == 0
+    keeps_reference = has_reference and not is_base
     tokens = samples_of_step(config) * config.rollout.max_model_len
     expert_id_bytes = 1 + (symbols["experts"] > 256)
     routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes
     return {
         "parameters": parameters,
+        "trained_parameters": trained,
         "microbatches_per_update": num_microbatches,
         "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
         "tokens_per_step": tokens,
         "computed_tokens_per_step": _computed_tokens(config),
         "publish_bytes": weights,
-        "checkpoint_bytes": weights * (1 + references) + 12 * parameters,
+        "checkpoint_bytes": saved + weights * keeps_reference + 12 * trained,
         "sample_store_bytes": tokens * (8 + routes * config.records_routes),
     }
 

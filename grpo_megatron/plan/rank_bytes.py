@@ -50,9 +50,9 @@ def static_bytes(
     num_elements = 0
     num_states = 0
     for chunk in range(s.num_chunks):
-        if frozen_routers:
-            for weight in weights_of_chunk(s, stage, chunk):
-                num_frozen += weight.numel * (weight.kind == "router")
+        for weight in weights_of_chunk(s, stage, chunk):
+            if _is_frozen(weight, frozen_routers=frozen_routers):
+                num_frozen += weight.numel
     buckets = _buckets_of_stage(s, stage, frozen_routers=frozen_routers, overlaps=overlaps)
     for kind, bucket in buckets:
         shard = shards[kind]
@@ -92,7 +92,7 @@ def _buckets_of_stage(
         experts = []
         others = []
         for weight in weights_of_chunk(s, stage, chunk):
-            if frozen_routers and weight.kind == "router":
+            if _is_frozen(weight, frozen_routers=frozen_routers):
                 continue
             if weight.kind == "expert":
                 experts.append(weight)
@@ -106,6 +106,11 @@ def _buckets_of_stage(
                 count = _WHOLE.count
             for bucket in _buckets(weights, count, bucket_limit):
                 yield kind, bucket
+
+
+def _is_frozen(weight: Weight, *, frozen_routers: bool) -> bool:
+    """Whether a weight has neither gradient nor optimizer state."""
+    return not weight.is_trained or (frozen_routers and weight.kind == "router")
 
 
 def shard_counts(trainer: TrainerConfig) -> tuple[int, int]:

@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.plan.rank_bytes import shard_counts
-from grpo_megatron.plan.weights import FORMS, Sizes, Weight, product, weights_of_chunk
+from grpo_megatron.plan.weights import (
+    FORMS,
+    Sizes,
+    Weight,
+    adapters_of_part,
+    product,
+    weights_of_chunk,
+)
 
 
 def step_bytes(
@@ -26,7 +33,10 @@ def step_bytes(
     computed in that moment, `routing` and `communication` hold ids and gathered tensors,
     `libraries` is beside tensors."""
     t = s.trainer
-    chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
+    chunks = []  # what is trained of each
+    for chunk in range(s.num_chunks):
+        weights = weights_of_chunk(s, stage, chunk)
+        chunks.append([weight for weight in weights if weight.is_trained])
     symbols = {
         **s.symbols,
         **_step_symbols(s, stage, tokens, on_gpu=on_gpu),
@@ -155,7 +165,21 @@ def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
 def _kept(s: Sizes, is_moe: bool) -> int:
     """Bytes of one layer and micro-batch between forward and backward."""
     parts = ("norms", s.attention, _mlp(is_moe))
-    return sum(_total(FORMS["kept"][part], s) for part in parts)
+    of_layers = sum(_total(FORMS["kept"][part], s) for part in parts)
+    return of_layers + _kept_of_adapters(s, is_moe)
+
+
+def _kept_of_adapters(s: Sizes, is_moe: bool) -> int:
+    """Bytes of what lies between A and B of a layer's adapters; their inputs are those of the
+    layer, which keeps nothing else where its weights are frozen."""
+    rows_of = {s.attention: "tokens", "mlp": "tokens"}
+    if is_moe:
+        rows_of = {s.attention: "tokens", "expert": "rows", "shared": "tokens"}
+    total = 0
+    for part, rows in rows_of.items():
+        for adapter in adapters_of_part(s, part):
+            total += s.symbols[rows] * adapter.rank * s.symbols["element"]
+    return total
 
 
 def kept_bytes(s: Sizes, tokens: int, *, is_moe: bool) -> int:

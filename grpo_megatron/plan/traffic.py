@@ -304,7 +304,7 @@ class _Rank:
             found["all-reduce", "tp_dp", self.dtype] += self.element * counts
         for chunk in range(s.num_chunks):
             for weight in weights_of_chunk(s, self.step.stage, chunk):
-                if weight.kind == "shared":
+                if weight.kind == "shared" and weight.is_trained:
                     found["all-reduce", "embd", "float32"] += 4 * weight.numel
         return +found
 

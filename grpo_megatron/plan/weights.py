@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron import assets
+from grpo_megatron.config.lora import LoraConfig, is_target
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import megatron_settings, model_fields
@@ -19,6 +20,7 @@ class Weight:
 
     numel: int  # on a rank
     kind: str = ""  # expert, router, or shared: a tied embedding over pipeline stages
+    is_trained: bool = True  # has a gradient and optimizer state
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Sizes:
     hf: Mapping[str, Any]
     symbols: Mapping[str, Any]  # sizes on a rank, by their names in the closed forms
     has_value_head: bool = False  # a number a token instead of the vocabulary's logits
+    lora: LoraConfig | None = None  # adapters are trained, and nothing else
 
     @property
     def num_chunks(self) -> int:
@@ -76,8 +79,15 @@ class Sizes:
         return sizes
 
 
-def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> Sizes:
-    """From a config.json (or a preset's `[hf]` table) and a layout that obeys the rules."""
+def sizes_of(
+    hf: Mapping[str, Any],
+    vocab_size: int,
+    trainer: TrainerConfig,
+    lora: LoraConfig | None = None,
+) -> Sizes:
+    """From a config.json (or a preset's `[hf]` table) and a layout that obeys the rules.
+
+    lora: of a run that trains adapters."""
     fields = {**model_fields(hf), "vocab_size": vocab_size}
     model = megatron_settings(family_of(hf["model_type"]), fields)
     known = {
@@ -86,6 +96,7 @@ def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> 
         "tp": trainer.tensor_parallel_size,
         "etp": trainer.etp,
         "element": ELEMENT_BYTES[trainer.precision],
+        "trained": lora is None,  # the weights
     }
     attention = Sizes(trainer, model, fields, known).attention
     forms = FORMS["sizes"]["any"] | FORMS["sizes"][attention]
@@ -94,7 +105,8 @@ def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> 
         total = sum(product(part, known) for part in whole.split(" + "))
         known[name] = -(-total // known.get(divisor, 1))
     known["q_input"] = known.get("q_rank") or known["hidden"]
-    return Sizes(trainer, model, fields, known)
+    fields["model_type"] = hf["model_type"]
+    return Sizes(trainer, model, fields, known, lora=lora)
 
 
 def product(form: str, known: Mapping[str, Any]) -> int:
@@ -107,20 +119,24 @@ def product(form: str, known: Mapping[str, Any]) -> int:
 
 def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
     """The parameters of one model chunk of a rank of pipeline stage `stage`, in order."""
+    trained = s.lora is None
 
     def of(part: str, kind: str = "") -> list[Weight]:
-        numels = [product(form, s.symbols) for form in FORMS["weights"][part]]
-        return [Weight(numel, kind) for numel in numels if numel]
+        return _weights_of_part(s, part, kind)
 
     pp = s.trainer.pipeline_parallel_size
     tied = s.hf["tie_word_embeddings"] and not s.has_value_head
     is_first = stage == chunk == 0
     is_last = (stage, chunk) == (pp - 1, s.num_chunks - 1)
-    table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"])
+    table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"], is_trained=trained)
     if tied and pp > 1:
         table = replace(table, kind="shared")
     num_experts = s.symbols["experts"] // s.trainer.expert_parallel_size
-    moe = [*of("router", "router"), *of("expert", "expert") * num_experts, *of("shared")]
+    experts = of("expert", "expert") * num_experts
+    if s.lora is not None and s.lora.experts == "shared":
+        for adapter in adapters_of_part(s, "expert"):
+            experts += adapter.weights("")
+    moe = [*of("router", "router"), *experts, *of("shared")]
     weights = []
     if is_first:
         weights.append(table)
@@ -133,4 +149,58 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
             weights.append(Weight(s.symbols["hidden"]))  # not split: every TP rank has it
         elif not (is_first and tied):
             weights.append(table)
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAdapter:
+    """The adapter of one of Hugging Face's layers, on a rank."""
+
+    after: int  # so many of the part's weights
+    rank: int
+    num_inputs: int
+    num_outputs: int
+
+    def weights(self, kind: str) -> list[Weight]:
+        """Return A and B."""
+        return [
+            Weight(self.rank * self.num_inputs, kind),
+            Weight(self.num_outputs * self.rank, kind),
+        ]
+
+
+def adapters_of_part(s: Sizes, part: str) -> list[PlannedAdapter]:
+    """The adapters of a layer's part, as `closed_forms.toml` names it, in Megatron's order."""
+    if s.lora is None:
+        return []
+    names = family_of(s.hf["model_type"]).layer
+    found = []
+    for form in FORMS["adapters"].get(part, ()):
+        without_rank = form["layer"] == "self_attention.linear_q_proj"
+        if without_rank and s.symbols.get("q_rank"):
+            continue  # its queries have a low rank of their own
+        tensors = names.get(f"{form['layer']}.weight", [])
+        if isinstance(tensors, str):
+            tensors = [tensors]
+        for tensor, shape in zip(tensors, form["shapes"], strict=False):
+            num_inputs, num_outputs = (product(size, s.symbols) for size in shape.split())
+            module = tensor.removesuffix(".weight").replace("{expert}", "0")
+            if num_inputs and num_outputs and is_target(module, s.lora.targets):
+                found.append(PlannedAdapter(form["after"], s.lora.rank, num_inputs, num_outputs))
+    return found
+
+
+def _weights_of_part(s: Sizes, part: str, kind: str) -> list[Weight]:
+    """The weights of a layer's part, and the adapters beside them."""
+    adapters = adapters_of_part(s, part)
+    if part == "expert" and s.lora is not None and s.lora.experts == "shared":
+        adapters = []
+    weights = []
+    for number, form in enumerate(FORMS["weights"][part], start=1):
+        numel = product(form, s.symbols)
+        if numel:
+            weights.append(Weight(numel, kind, is_trained=s.lora is None))
+        for adapter in adapters:
+            if adapter.after == number:
+                weights += adapter.weights(kind)
     return weights

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.plan.memory import vocabulary_of
+from grpo_megatron.plan.memory import lora_of, vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.resolve import resolve, resolve_run
 from grpo_megatron.plan.weights import sizes_of
@@ -40,7 +40,7 @@ def trace_config(config: RunConfig, *, say: Callable[[str], None]) -> RecipeTrac
     objective = config.objective.model_copy(update={"monitor_share": 0.0})
     config = config.model_copy(update={"objective": objective})
     hf, _ = configuration_of(config.model)
-    sizes = sizes_of(hf, vocabulary_of(hf, config.model), config.trainer)
+    sizes = sizes_of(hf, vocabulary_of(hf, config.model), config.trainer, lora_of(config))
     found = RecipeTrace(config.placement.gpus_per_node > 0, [], [])
     for rank in ranks_to_trace(config, sizes):
         started = time.monotonic()

@@ -13,7 +13,7 @@ from grpo_megatron.trace.rank import as_rank  # isort: skip  # before Megatron
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import vocabulary_of
+from grpo_megatron.plan.memory import lora_of, vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.trace.collectives import Collective
@@ -110,7 +110,13 @@ def _build(config: RunConfig, hf: dict[str, Any]) -> Policy:
     if config.kind != "sft" and not config.trains_preferences:
         temperature = config.rollout.temperature
     policy = build_policy(
-        hf, config.trainer, config.optimizer, config.routing.router_policy, temperature
+        hf,
+        config.trainer,
+        config.optimizer,
+        config.routing.router_policy,
+        temperature,
+        lora_of(config),
+        config.seed,
     )
     create_adam_state(policy.optimizer)  # there from the second step on
     policy.gather_weights()  # as at the end of every update
@@ -122,7 +128,9 @@ def _train(config: RunConfig, policy: Policy, table: SampleTable) -> None:
         token_update.train_tokens(config, policy, table, config.optimizer, 0, 1)
         return
     references = References(config)
-    if references.wanted:
+    if references.wanted and policy.lora is not None:
+        references.begin_with_base()
+    elif references.wanted:
         references.take(policy)
     Training(config, policy, references, table, {}).run(0, 1)
 

@@ -9,6 +9,7 @@ from unittest import mock
 from grpo_megatron.trace.step import building  # isort: skip  # before Megatron
 import torch
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.trace.static import static_bytes_of
 from grpo_megatron.trainer.megatron import policy
@@ -22,6 +23,7 @@ def real_bytes(
     router_policy: str = "freeze_bias",
     overlaps: bool = False,
     value_head: bool = False,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Bytes that `build_policy` allocates on `rank`, and the sizes of its parameters by chunk; with
     `value_head`, of a critic with the policy's layers."""
@@ -31,7 +33,8 @@ def real_bytes(
         if value_head:
             hf = {**hf, "tie_word_embeddings": False}
             stack.enter_context(mock.patch.object(policy, "build_models", _critics))
-        built = policy.build_policy(hf, layout, OptimizerConfig(), router_policy)
+        adapters = LoraConfig(**lora) if lora else None
+        built = policy.build_policy(hf, layout, OptimizerConfig(), router_policy, lora=adapters)
         create_adam_state(built.optimizer)
         found = static_bytes_of(built)
         return {**found.parts, "shapes": [list(sizes) for sizes in found.shapes]}

@@ -7,6 +7,7 @@ import pytest
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.lora import linear_layers
+from grpo_megatron.plan.memory import plan_of
 from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.plan.resolve import resolve
 
@@ -46,6 +47,20 @@ def test_refusals(overrides, words):
         resolve(DEMO, ["lora.rank=4", *overrides])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_plan_says_what_adapters_save():
+    config = resolve("moe/qwen3-30b-a3b-lora").config
+    plan = plan_of(config)
+    assert plan.numbers["trained_parameters"] < 0.001 * plan.numbers["parameters"]
+    without = plan_of(config.model_copy(update={"lora": None}), worst_only=True)
+    assert plan.numbers["fullest_rank_without_adapters_bytes"] == without.worst.total
+    assert plan.worst.total < without.worst.total / 4
+
+
+def test_a_cold_start_needs_what_weights_do():
+    config = resolve("demo/lora-moe-cpu").config
+    assert plan_of(config).stages == plan_of(config.model_copy(update={"lora": None})).stages
 
 
 def test_adapters_for_everything():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import Case, check_layout
@@ -78,6 +79,8 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
     trainer = TrainerConfig(**layout)
     sizes = sizes_of(hf, hf["vocab_size"], trainer)
     sizes = replace(sizes, has_value_head=settings.get("value_head", False))
+    if "lora" in settings:
+        sizes = sizes_of(hf, hf["vocab_size"], trainer, LoraConfig(**settings["lora"]))
     for rank in ranks_to_look_at(trainer, limit):
         real = world1.run(
             "tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout, rank=rank, **settings
@@ -171,3 +174,31 @@ def test_critics_with_a_value_head(world1, name, layout):
 def test_static_bytes_of_every_model_and_layout(world1, name):
     for layout in layouts_of(name):
         compare(world1, name, layout, limit=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "lora"),
+    [
+        ("tiny-qwen3-moe", {"num_ranks": 6, "tensor_parallel_size": 2}, {"rank": 4}),
+        (
+            "tiny-qwen3-moe",
+            {"num_ranks": 4, "expert_parallel_size": 2},
+            {"rank": 3, "experts": "shared"},
+        ),
+        pytest.param(
+            "qwen2.5-0.5b",
+            {"num_ranks": 2},
+            {"rank": 4, "targets": ["q_proj", "mlp"]},
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            "moonlight-16b-a3b",
+            {"num_ranks": 64, "expert_parallel_size": 32},
+            {"rank": 4},
+            marks=pytest.mark.matrix,
+        ),
+    ],
+    ids=["each", "shared", "some", "latent"],
+)
+def test_adapters_are_all_that_is_trained(world1, name, layout, lora):
+    compare(world1, name, layout, limit=1, lora=lora)

@@ -136,3 +136,43 @@ def test_adapters_begin_after_a_cold_start(world2, moe_model, three_updates, tmp
         reference_interval=interval,
     )
     assert found["found"] == found["expected"]
+
+
+def test_peft_computes_what_the_trainer_does(world2, dense_model, three_updates, tmp_path):
+    """Skipped where PEFT is not installed. Experts of transformers are no linear layers of PEFT."""
+    peft = pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    lora = {"rank": 2, "rank_stabilised": True}
+    world2.run(
+        CASES + "service_run",
+        model=dense_model,
+        samples=three_updates,
+        layout={"num_ranks": 2, **LAYOUTS_2["tp2_sp"]},
+        root=str(tmp_path),
+        lora=lora,
+    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    merged = load(tmp_path / "export", dtype=torch.float32)
+    base = load(dense_model, dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    before = base(ids).logits
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    found = adapted(ids).logits
+    assert (found - before).abs().max() > 0.1
+    torch.testing.assert_close(found, merged(ids).logits, rtol=0, atol=1e-4)
+    adapted.save_pretrained(tmp_path / "by_peft")
+    [saved] = (tmp_path / "by_peft").glob("adapter_model.safetensors")
+    ours = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    theirs = load_file(saved)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        np.testing.assert_array_equal(theirs[name], tensor)
+    world2.run(
+        CASES + "write_again",
+        model=dense_model,
+        layout=LAYOUTS_2["pp2"],
+        lora=lora,
+        adapter=str(saved.parent),
+        target=str(tmp_path / "again"),
+    )
