@@ -415,6 +415,12 @@ class BatchConfig(Strict):
     """Tokens that are older than the bound, where rollouts run ahead: their group is not trained,
     or they alone have no loss."""
 
+    adapt_staleness: bool = False
+    """Let rollouts run ahead no further than they need (docs/staleness.md), at least one step and
+    at most max_staleness: one step more or less at a time, by the seen durations."""
+    added_idle: float = Field(0.02, ge=0, lt=1)
+    """With adapt_staleness: the share of time that may be lost for it, against max_staleness."""
+
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps per RL step: of all epochs."""

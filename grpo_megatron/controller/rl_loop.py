@@ -87,10 +87,11 @@ class RLLoop:
         self._alarms = alarms_of(config, run_dir.metrics)
         self._started = time.monotonic() - state.seconds
         self._first = state.step
-        self._staleness = StalenessWatch(config)
+        self._staleness = StalenessWatch(config, state.bound)
         self._pause_s = 0.0  # of engines, for the newest weights
+        self._check_s = 0.0  # of log-probs after that
         self._published_at = 0.0
-        self._after_s = 0.0  # from the last publish to the next step
+        self._after_s = 0.0  # from then to the next step
         self._step_began = time.monotonic()
         self._checkpointed = -1
         self._unfinished: int | None = None  # step whose checkpoint is being written
@@ -124,7 +125,7 @@ class RLLoop:
         recorded = await self._collect(self.chain.take(step))
         if self.ahead and more:
             # engines have version `step` or, later, a newer one: no token is too old for its step
-            last = min(step + self.config.batch.max_staleness, self.config.num_steps - 1)
+            last = min(step + self._staleness.bound, self.config.num_steps - 1)
             self.chain.ask(step + 1, last)
         report = await self._train(recorded)
         if self.ahead and self.config.publish.pause == "wait":
@@ -211,10 +212,12 @@ class RLLoop:
                 self.chain.ask(step + 1, step + 1)
             began = time.monotonic()
             await self._publisher.publish(step + 1)
-            self._published_at = time.monotonic()
-            self._pause_s = self._published_at - began
+            resumed = time.monotonic()
             if self.ahead:
                 self._logprob_check = await self._check_logprobs()
+        self._published_at = time.monotonic()
+        self._pause_s = resumed - began
+        self._check_s = self._published_at - resumed
 
     def _engines_may_be_asked_early(self, step: int) -> bool:
         """Whether requests of step + 1 may go out before its weights: engines keep them until
@@ -238,6 +241,7 @@ class RLLoop:
             sampler=facts.sampler,
             seconds=time.monotonic() - self._started,
             objective=report.state,
+            bound=self._staleness.bound,
         )
         were_on = self._alarms.on
         for alarm, text in self._alarms(metrics).items():
@@ -275,7 +279,12 @@ class RLLoop:
         metrics["time/step_s"] = sum(seconds.values())
         now = time.monotonic()
         metrics |= idle_shares(seconds, now - self._step_began)
-        of_trainer = TrainerSeconds(seconds.get("train", 0.0), self._pause_s, self._after_s)
+        of_trainer = TrainerSeconds(
+            train_s=seconds.get("train", 0.0),
+            publish_s=self._pause_s,
+            check_s=self._check_s,
+            after_s=self._after_s,
+        )
         metrics |= self._staleness.metrics(recorded.facts.metrics, recorded.sampling, of_trainer)
         self._step_began = now
         tokens = {"rollout": metrics["batch/num_tokens"], "train": report.tokens}

@@ -5,17 +5,18 @@ newest steps took. Both are of tokens that were sampled for a step, in weight ve
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.timing.prediction import asked_at_once, flow_of, num_engines
 from grpo_megatron.plan.timing.staleness import (
+    Flow,
     FlowSeconds,
-    Forecast,
     fitted_token_s,
     forecast,
+    least_bound,
     spread_answers,
     with_token_s,
 )
@@ -45,8 +46,10 @@ class TrainerSeconds:
     train_s: float
     publish_s: float
     """In which engines pause."""
+    check_s: float
+    """In which log-probs are compared after a publish."""
     after_s: float
-    """From the publish before this step to its begin."""
+    """From then, after the step before this one, to the begin of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,18 @@ def answers_of(groups: Sequence[ScoredGroup]) -> tuple[float, ...]:
 
 class StalenessWatch:
     """Takes the steps of an attempt in their order. A step of the store has no durations, and says
-    nothing of the next ones."""
+    nothing of the next ones.
 
-    def __init__(self, config: RunConfig):
+    Attributes:
+        bound: How many steps rollouts may run ahead now: `batch.max_staleness`, or with
+            `batch.adapt_staleness` what is needed of it."""
+
+    def __init__(self, config: RunConfig, bound: int = 0):
+        """`bound`: where an earlier attempt left it; 0: as the recipe says."""
         self._config = config
+        self.bound = config.batch.max_staleness
+        if config.batch.adapt_staleness and bound:
+            self.bound = min(bound, self.bound)
         self._newest: deque[_Taken] = deque(maxlen=config.alarms.window)
         self._num_taken = 0
 
@@ -92,7 +103,8 @@ class StalenessWatch:
             return seen
         self._newest.append(_Taken(sampling, trainer))
         self._num_taken += 1
-        found = self._forecast()
+        flow, seconds = self._flow()
+        found = forecast(flow, seconds, self._num_taken, len(self._newest))
         predicted = {
             "staleness/predicted_mean": found.mean,
             "staleness/predicted_max": found.max,
@@ -102,14 +114,30 @@ class StalenessWatch:
         if seen:
             distance = seen["staleness/seen_mean"] - found.mean
             predicted["staleness/unforeseen"] = distance / max(found.mean, 1.0)
+        if self._config.batch.adapt_staleness:
+            predicted["staleness/bound"] = float(self.bound)
+            self._adapt(flow, seconds)
         return seen | predicted
 
-    def _forecast(self) -> Forecast:
-        """Of the newest steps, as they follow from the attempt's first."""
+    def _adapt(self, flow: Flow, seconds: FlowSeconds) -> None:
+        """Move the bound by one towards what is needed, once a window of steps is known."""
+        if len(self._newest) < self._config.alarms.window:
+            return
+        batch = self._config.batch
+        widest = replace(flow, max_staleness=batch.max_staleness)
+        needed = least_bound(widest, seconds, batch.added_idle)
+        if needed > self.bound:
+            self.bound += 1
+        elif needed < self.bound:
+            self.bound -= 1
+
+    def _flow(self) -> tuple[Flow, FlowSeconds]:
+        """Of the newest steps, with the present bound."""
         config = self._config
         newest = self._newest
         answers = newest[-1].sampling.answers
         flow = flow_of(config, answers, asked_at_once(config) * num_engines(config))
+        flow = replace(flow, max_staleness=self.bound)
         seconds = FlowSeconds(
             token_s=0.0,
             reward_s=_mean([taken.sampling.reward_s for taken in newest]),
@@ -117,11 +145,12 @@ class StalenessWatch:
             train_s=_mean([taken.trainer.train_s for taken in newest]),
             publish_s=_mean([taken.trainer.publish_s for taken in newest]),
             after_s=_mean([taken.trainer.after_s for taken in newest]),
+            check_s=_mean([taken.trainer.check_s for taken in newest]),
         )
         generation_s = _mean([taken.sampling.generation_s for taken in newest])
         window = len(newest)
         token_s = fitted_token_s(flow, seconds, generation_s, self._num_taken, window)
-        return forecast(flow, with_token_s(seconds, token_s), self._num_taken, window)
+        return flow, with_token_s(seconds, token_s)
 
 
 def seen_staleness(sampled: Mapping[str, float]) -> dict[str, float]:

@@ -27,6 +27,7 @@ class RunState:
     heldout_before: float  # held-out accuracy before RL
     seconds: float  # wall time of the run so far, over all attempts
     objective: dict[str, Any] = field(default_factory=dict)  # see `Objective.state`
+    bound: int = 0  # steps that rollouts may run ahead; 0: as the recipe says
 
 
 class TrainerLink:

@@ -147,6 +147,7 @@ BROKEN = [
     ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),
     ("deterministic_staleness", ["batch.max_staleness=4", "rollout.deterministic=true"]),
     ("too_old_on_policy", ["batch.too_old=mask"]),
+    ("adapted_staleness", ["batch.adapt_staleness=true"]),
     ("pause_in_flight", ["publish.pause=keep"]),
     ("delta_of_files", ["publish.delta=true", "publish.method=file"]),
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),

@@ -171,6 +171,24 @@ def test_a_step_says_seen_and_predicted_staleness(tmp_path, ahead):
     assert 0 <= every[-1]["idle/predicted_trainer"] <= 1
 
 
+def test_an_adapted_bound_is_recorded_and_goes_on(tmp_path):
+    """Training takes much longer than sampling, so that one step ahead suffices."""
+    tables = {"alarms": {"window": 2}, "batch": {"adapt_staleness": True}}
+    loop = make(tmp_path, ahead=4, **tables)
+    loop.train_s = lambda step: 0.06
+    state = loop.run()
+    bounds = [record["staleness/bound"] for record in loop.metrics()]
+    assert bounds[0] == 4 and bounds == sorted(bounds, reverse=True)
+    assert 1 <= state.bound < 4
+    assert loop.states[max(loop.states)].bound == state.bound
+    assert max(oldest_by_step(loop).values()) <= 4
+
+    again = make(tmp_path / "again", ahead=4, num_steps=NUM_STEPS + 1, **tables)
+    again.run(state)
+    assert again.metrics()[0]["staleness/bound"] == state.bound
+    assert again.metrics()[0]["staleness/predicted_max"] <= state.bound
+
+
 def test_steps_of_the_store_predict_nothing(tmp_path):
     loop = make(tmp_path, ahead=2, crash_at=4)
     with pytest.raises(Crash):

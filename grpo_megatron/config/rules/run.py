@@ -231,6 +231,21 @@ def only_rollouts_ahead_are_too_old(run: RunConfig) -> Violation | None:
     )
 
 
+@RUN_RULES.rule("adapted_staleness")
+def only_rollouts_ahead_adapt(run: RunConfig) -> Violation | None:
+    """Refuse to adapt a bound that leaves no choice."""
+    if not run.batch.adapt_staleness or run.batch.max_staleness > 1:
+        return None
+    return Violation(
+        "batch.adapt_staleness",
+        f"the bound stays between 1 and batch.max_staleness, which is {run.batch.max_staleness}: "
+        "there is nothing to adapt",
+        nearest=(False,),
+        remedy="set batch.adapt_staleness=false or batch.max_staleness=4",
+        related=("batch.max_staleness",),
+    )
+
+
 @RUN_RULES.rule("deterministic_staleness")
 def stale_rollouts_are_not_deterministic(run: RunConfig) -> Violation | None:
     """Refuse rollouts ahead of training in deterministic runs."""

@@ -71,7 +71,9 @@ class FlowSeconds:
     publish_s: float
     """In which engines pause."""
     after_s: float
-    """From the end of a publish until the trainer could take the next step."""
+    """From the end of that until the trainer could take the next step."""
+    check_s: float = 0.0
+    """In which trainer and engines compare log-probs after a publish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Forecast:
     generation_s: float
     """Of a step, in which engines have something to do, pauses for publishes among it."""
     trainer_idle: float
-    """Share of the time in which the trainer neither trains nor publishes."""
+    """Share of the time in which the trainer neither trains nor publishes nor compares."""
     engine_idle: float
     """Share of the time in which engines have nothing to do."""
 
@@ -145,6 +147,17 @@ def fitted_token_s(
             break
         token_s *= min(max(generation_s / found, 0.25), 4.0)
     return token_s
+
+
+def least_bound(flow: Flow, seconds: FlowSeconds, added_idle: float) -> int:
+    """Return how few steps ahead, at least one, cost no more than `added_idle` of the time that
+    steps take with `flow.max_staleness` ahead."""
+    fastest_s = forecast(flow, seconds).step_s
+    for bound in range(1, flow.max_staleness):
+        found_s = forecast(replace(flow, max_staleness=bound), seconds).step_s
+        if 1 - fastest_s / found_s <= added_idle:
+            return bound
+    return flow.max_staleness
 
 
 def with_token_s(seconds: FlowSeconds, token_s: float) -> FlowSeconds:
@@ -294,8 +307,10 @@ class _Simulation:
                 self._publish()
         elif kind == "published":
             self._is_paused = False
-            self._may_begin = True
             self._came.append(self._engine_now)
+            self._set_timer(self._seconds.check_s, "checked")
+        elif kind == "checked":
+            self._may_begin = True
             self._set_timer(self._seconds.after_s, "free")
         elif kind == "free":
             self._end_step()
@@ -311,7 +326,7 @@ class _Simulation:
         self._trainer_waits = True
         self._ended.append(self._now)
         self._busy_at_end.append(self._busy_s)
-        of_step = self._seconds.train_s + self._seconds.publish_s
+        of_step = self._seconds.train_s + self._seconds.publish_s + self._seconds.check_s
         self._trainer_busy_at_end.append(self._trainer_busy_at_end[-1] + of_step)
 
     # What it amounts to

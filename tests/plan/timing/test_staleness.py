@@ -13,6 +13,7 @@ from grpo_megatron.plan.timing.staleness import (
     FlowSeconds,
     fitted_token_s,
     forecast,
+    least_bound,
     slots_of,
     spread_answers,
 )
@@ -74,6 +75,20 @@ def test_a_publish_that_waits_makes_every_token_a_version_old():
     assert found.step_s == pytest.approx(10 + 1 + 0.5 + 2)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_comparing_log_probs_keeps_the_trainer_busy(waits):
+    """With a publish that waits, no step begins meanwhile."""
+    seconds = replace(SECONDS, check_s=3.0)
+    fast = forecast(flow(1, waits=waits), replace(seconds, token_s=0.1))
+    assert fast.step_s == pytest.approx(4 + 3 + 0.25)
+    assert fast.trainer_idle == pytest.approx(0.25 / 7.25)
+    slow = forecast(flow(2, waits=waits), seconds)
+    expected = 10
+    if waits:
+        expected = 11.5 + 3
+    assert slow.step_s == pytest.approx(expected)
+
+
 def test_a_pause_in_mid_flight_makes_generation_longer():
     found = forecast(flow(1), replace(SECONDS, publish_s=2.0))
     assert found.generation_s == pytest.approx(12)
@@ -103,6 +118,7 @@ durations = st.floats(0, 20)
     train_s=st.floats(0.001, 20),
     publish_s=durations,
     after_s=durations,
+    check_s=durations,
 )
 def test_bounds_hold_however_long_things_take(ahead, waits, slots, answers, token_s, **others):
     if ahead == 0:
@@ -115,13 +131,14 @@ def test_bounds_hold_however_long_things_take(ahead, waits, slots, answers, toke
     assert found.too_old_fraction == 0
     assert 0 <= found.trainer_idle <= 1 and 0 <= found.engine_idle <= 1
     of_trainer = seconds.train_s + seconds.publish_s
+    after_s = seconds.check_s + seconds.after_s
     assert found.step_s >= of_trainer * (1 - 1e-9)
     alone_s = shape.makespan * token_s + seconds.reward_s + seconds.record_s
     if ahead == 0:
-        expected = max(alone_s, seconds.after_s) + of_trainer
+        expected = max(alone_s, after_s) + of_trainer
         assert found.step_s == pytest.approx(expected)
     else:
-        assert found.step_s <= alone_s + of_trainer * 2 + seconds.after_s + 1e-6
+        assert found.step_s <= alone_s + of_trainer * 2 + 2 * after_s + 1e-6
 
 
 @settings(max_examples=20, deadline=None)
@@ -140,6 +157,26 @@ def test_the_seconds_of_a_token_are_found_again(ahead, waits, slots, token_s, tr
     assert forecast(shape, replace(seconds, token_s=again)).generation_s == pytest.approx(
         busy_s, rel=0.1
     )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ahead=st.integers(1, 5),
+    token_s=st.floats(0.01, 2),
+    train_s=st.floats(1, 20),
+    added_idle=st.floats(0, 0.3),
+)
+def test_the_least_bound_costs_no_more_than_allowed(ahead, token_s, train_s, added_idle):
+    widest = replace(flow(ahead), steps_at_once=min(ahead, 2))
+    seconds = replace(SECONDS, token_s=token_s, train_s=train_s)
+    found = least_bound(widest, seconds, added_idle)
+    assert 1 <= found <= ahead
+    lowered_s = forecast(replace(widest, max_staleness=found), seconds).step_s
+    fastest_s = forecast(widest, seconds).step_s
+    assert 1 - fastest_s / lowered_s <= added_idle + 1e-9
+    if found > 1:
+        lower_s = forecast(replace(widest, max_staleness=found - 1), seconds).step_s
+        assert 1 - fastest_s / lower_s > added_idle
 
 
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=200), st.sampled_from([8, 16, 32]))
