@@ -62,12 +62,12 @@ lint: setup
 test-fast: setup
 	$(pytest) -n 2 -m "not engine and $(gate)"
 
-# Both halves at once: one waits for processes most of the time (two workers share its files, in
-# their order, which has the long ones first), the other needs one core. Each has a session of its
-# own, so that no signal to a process group reaches both.
+# Both halves at once, each with two workers: one waits for processes most of the time (its files are
+# shared in their order, which has the long ones first), the other computes. Each has a session of
+# its own, so that no signal to a process group reaches both.
 test: lint
 	@fast_log=$$(mktemp); code=0; \
-	setsid $(pytest) -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
+	setsid $(pytest) -n 2 -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
 	trap 'kill -- -$$fast 2> /dev/null || true; rm -f $$fast_log' EXIT; \
 	echo "tests with engines (those without run beside them and are shown after them)"; \
 	$(pytest) -n 2 --dist loadscope --no-loadscope-reorder -m "engine and $(gate)" || code=$$?; \
