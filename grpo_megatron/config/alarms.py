@@ -36,6 +36,6 @@ class AlarmsConfig(Strict):
     """Say so above this share of tokens outside of the clip range; 1: never. GRPO clips about
     0.001 of its tokens, GSPO 0.15 (arXiv:2507.18071)."""
     staleness_distance: float = Field(0.5, gt=0)
-    """Say so when the seen staleness of trained tokens and the one that follows from the seen mean
+    """Say so when the seen staleness of trained tokens and the one that follows from the seen
     durations (docs/staleness.md) are further apart than this share of the predicted one, or than
     this many versions where that is below 1. No limit is published."""

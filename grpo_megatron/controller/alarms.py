@@ -150,10 +150,10 @@ def unforeseen_staleness(limits: AlarmsConfig, distance: MovingMean) -> str:
         direction = "older"
         remedy = "look for steps that take much longer than the mean; lower batch.max_staleness"
     return (
-        f"trained tokens are {direction} than steps of the seen mean durations would make them, by "
+        f"trained tokens are {direction} than the seen durations of steps would make them, by "
         f"{abs(distance.newest):.0%} of the predicted staleness over {limits.window} steps "
-        f"(alarms.staleness_distance = {limits.staleness_distance:g}): durations vary (time/*_s, "
-        f"response/length_max), an engine stalls, or was restarted; {remedy}"
+        f"(alarms.staleness_distance = {limits.staleness_distance:g}): an engine stalls or was "
+        f"restarted, or lengths vary (response/length_max); {remedy}"
     )
 
 

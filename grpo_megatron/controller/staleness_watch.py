@@ -1,28 +1,27 @@
 """Predicted and seen staleness of a run, step by step.
 
-The prediction is that of `plan` (`plan/timing/staleness.py`), fed with running means of what the
-newest steps took. Both are of tokens that were sampled for a step, in weight versions."""
+The prediction is that of `plan` (`plan/timing/staleness.py`), fed with what each of the newest
+steps took. Both are of tokens that were sampled for a step, in weight versions."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.timing.prediction import asked_at_once, flow_of, num_engines
 from grpo_megatron.plan.timing.staleness import (
     Flow,
     FlowSeconds,
-    fitted_token_s,
+    fitted,
     forecast,
     least_bound,
     spread_answers,
-    with_token_s,
 )
 from grpo_megatron.types import ScoredGroup
 
 _NUM_ANSWERS = 16
+_NUM_STEPS = 40
+"""Newest steps whose durations are known."""
 _PREFIX = "staleness/"
 
 
@@ -85,8 +84,7 @@ class StalenessWatch:
         self.bound = config.batch.max_staleness
         if config.batch.adapt_staleness and bound:
             self.bound = min(bound, self.bound)
-        self._newest: deque[_Taken] = deque(maxlen=config.alarms.window)
-        self._num_taken = 0
+        self._newest: deque[_Taken] = deque(maxlen=_NUM_STEPS)
 
     def metrics(
         self,
@@ -102,9 +100,8 @@ class StalenessWatch:
         if sampling is None or not sampling.answers or not trainer.train_s:
             return seen
         self._newest.append(_Taken(sampling, trainer))
-        self._num_taken += 1
         flow, seconds = self._flow()
-        found = forecast(flow, seconds, self._num_taken, len(self._newest))
+        found = forecast(flow, seconds, len(seconds), self._config.alarms.window)
         predicted = {
             "staleness/predicted_mean": found.mean,
             "staleness/predicted_max": found.max,
@@ -119,38 +116,47 @@ class StalenessWatch:
             self._adapt(flow, seconds)
         return seen | predicted
 
-    def _adapt(self, flow: Flow, seconds: FlowSeconds) -> None:
+    def _adapt(self, flow: Flow, seconds: Sequence[FlowSeconds]) -> None:
         """Move the bound by one towards what is needed, once a window of steps is known."""
-        if len(self._newest) < self._config.alarms.window:
+        window = self._config.alarms.window
+        if len(self._newest) < window:
             return
         batch = self._config.batch
         widest = replace(flow, max_staleness=batch.max_staleness)
-        needed = least_bound(widest, seconds, batch.added_idle)
+        needed = least_bound(widest, seconds[-window:], batch.added_idle)
         if needed > self.bound:
             self.bound += 1
         elif needed < self.bound:
             self.bound -= 1
 
-    def _flow(self) -> tuple[Flow, FlowSeconds]:
+    def _flow(self) -> tuple[Flow, list[FlowSeconds]]:
         """Of the newest steps, with the present bound."""
         config = self._config
-        newest = self._newest
+        newest = list(self._newest)
         answers = newest[-1].sampling.answers
         flow = flow_of(config, answers, asked_at_once(config) * num_engines(config))
         flow = replace(flow, max_staleness=self.bound)
-        seconds = FlowSeconds(
-            token_s=0.0,
-            reward_s=_mean([taken.sampling.reward_s for taken in newest]),
-            record_s=_mean([taken.sampling.record_s for taken in newest]),
-            train_s=_mean([taken.trainer.train_s for taken in newest]),
-            publish_s=_mean([taken.trainer.publish_s for taken in newest]),
-            after_s=_mean([taken.trainer.after_s for taken in newest]),
-            check_s=_mean([taken.trainer.check_s for taken in newest]),
-        )
-        generation_s = _mean([taken.sampling.generation_s for taken in newest])
-        window = len(newest)
-        token_s = fitted_token_s(flow, seconds, generation_s, self._num_taken, window)
-        return flow, with_token_s(seconds, token_s)
+        seconds = []
+        for taken, following in zip(newest, [*newest[1:], newest[-1]], strict=True):
+            seconds.append(_flow_seconds(taken, following))
+        generation_s = [taken.sampling.generation_s for taken in newest]
+        return flow, fitted(flow, seconds, generation_s, config.alarms.window)
+
+
+def _flow_seconds(taken: _Taken, following: _Taken) -> FlowSeconds:
+    """Of a step, but for the seconds of a token; what comes after it is known from the following
+    one."""
+    sampling = taken.sampling
+    trainer = taken.trainer
+    return FlowSeconds(
+        token_s=0.0,
+        reward_s=max(sampling.reward_s, 0.0),
+        record_s=sampling.record_s,
+        train_s=trainer.train_s,
+        publish_s=trainer.publish_s,
+        check_s=trainer.check_s,
+        after_s=following.trainer.after_s,
+    )
 
 
 def seen_staleness(sampled: Mapping[str, float]) -> dict[str, float]:
@@ -164,7 +170,3 @@ def seen_staleness(sampled: Mapping[str, float]) -> dict[str, float]:
         return {}
     mean = sum(age * share for age, share in shares.items())
     return {"staleness/seen_mean": float(mean), "staleness/seen_max": float(max(shares))}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return max(float(np.mean(values)), 0.0)

@@ -120,9 +120,17 @@ def slots_of(num_samples: float, at_once: float, count: int = NUM_ANSWERS) -> in
     return max(round(count * at_once / num_samples), 1)
 
 
-def forecast(flow: Flow, seconds: FlowSeconds, num_steps: int = 0, window: int = 0) -> Forecast:
+def forecast(
+    flow: Flow,
+    seconds: FlowSeconds | Sequence[FlowSeconds],
+    num_steps: int = 0,
+    window: int = 0,
+) -> Forecast:
     """Return what the last `window` of `num_steps` steps from the start of a run are like; by
-    default the second half of as many as a steady state needs."""
+    default the second half of as many as a steady state needs. seconds: of all steps, or of one
+    after the other, and then again from the first."""
+    if isinstance(seconds, FlowSeconds):
+        seconds = [seconds]
     if not num_steps:
         num_steps = min(24 + 6 * flow.max_staleness, _MAX_STEPS)
     num_steps = min(num_steps, _MAX_STEPS)
@@ -133,23 +141,31 @@ def forecast(flow: Flow, seconds: FlowSeconds, num_steps: int = 0, window: int =
     return simulation.result(min(window, num_steps))
 
 
-def fitted_token_s(
-    flow: Flow, seconds: FlowSeconds, generation_s: float, num_steps: int = 0, window: int = 0
-) -> float:
-    """Return the seconds of a token with which engines are busy for `generation_s` in a step, as
-    `forecast` counts it: what was measured in a run holds pauses, and may be of two steps that
-    shared the engines."""
-    token_s = generation_s / flow.makespan
+def fitted(
+    flow: Flow,
+    seconds: Sequence[FlowSeconds],
+    generation_s: Sequence[float],
+    window: int = 0,
+) -> list[FlowSeconds]:
+    """Return the same durations with seconds of a token, in proportion to `generation_s` of each
+    step, with which engines are busy as long on the mean of `window` steps, as `forecast` counts
+    it: what was measured in a run holds pauses, and may be of two steps that shared the engines."""
+    scale = 1.0
+    tried = list(seconds)
+    measured = sum(generation_s[-window:])
     for _ in range(_MAX_FITS):
-        tried = with_token_s(seconds, token_s)
-        found = forecast(flow, tried, num_steps, window).generation_s
-        if math.isclose(found, generation_s, rel_tol=_CLOSE_ENOUGH):
+        tried = []
+        for of_step, busy_s in zip(seconds, generation_s, strict=True):
+            tried.append(replace(of_step, token_s=scale * busy_s / flow.makespan))
+        found = forecast(flow, tried, len(tried), window)
+        simulated = found.generation_s * min(window or len(tried), len(tried))
+        if not measured or math.isclose(simulated, measured, rel_tol=_CLOSE_ENOUGH):
             break
-        token_s *= min(max(generation_s / found, 0.25), 4.0)
-    return token_s
+        scale *= min(max(measured / simulated, 0.25), 4.0)
+    return tried
 
 
-def least_bound(flow: Flow, seconds: FlowSeconds, added_idle: float) -> int:
+def least_bound(flow: Flow, seconds: FlowSeconds | Sequence[FlowSeconds], added_idle: float) -> int:
     """Return how few steps ahead, at least one, cost no more than `added_idle` of the time that
     steps take with `flow.max_staleness` ahead."""
     fastest_s = forecast(flow, seconds).step_s
@@ -158,11 +174,6 @@ def least_bound(flow: Flow, seconds: FlowSeconds, added_idle: float) -> int:
         if 1 - fastest_s / found_s <= added_idle:
             return bound
     return flow.max_staleness
-
-
-def with_token_s(seconds: FlowSeconds, token_s: float) -> FlowSeconds:
-    """Return the same durations with other seconds of a token."""
-    return replace(seconds, token_s=token_s)
 
 
 @dataclass(slots=True)
@@ -179,7 +190,7 @@ class _Step:
 class _Simulation:
     """Engines have a clock of their own, which stands still while a publish pauses them."""
 
-    def __init__(self, flow: Flow, seconds: FlowSeconds, num_steps: int):
+    def __init__(self, flow: Flow, seconds: Sequence[FlowSeconds], num_steps: int):
         self._flow = flow
         self._seconds = seconds
         self._num_steps = num_steps
@@ -214,6 +225,9 @@ class _Simulation:
                 continue
             self._advance()
 
+    def _of(self, step: int) -> FlowSeconds:
+        return self._seconds[step % len(self._seconds)]
+
     # What may go on at the present time
 
     def _begin_steps(self) -> None:
@@ -234,7 +248,7 @@ class _Simulation:
             step, answer = self._waiting.popleft()
             self._free -= 1
             self._steps[step].begins.append((self._engine_now, answer))
-            end = self._engine_now + answer * self._seconds.token_s
+            end = self._engine_now + answer * self._of(step).token_s
             heapq.heappush(self._running, (end, step))
 
     def _take_step(self) -> None:
@@ -244,7 +258,7 @@ class _Simulation:
         self._last_asked = max(self._last_asked, self._training + self._flow.max_staleness)
         self._begin_steps()
         self._fill_slots()
-        self._set_timer(self._seconds.train_s, "trained")
+        self._set_timer(self._of(self._training).train_s, "trained")
 
     def _publish_if_drained(self) -> bool:
         """Begin a publish that waited, where no step is being sampled any more."""
@@ -257,7 +271,7 @@ class _Simulation:
     def _publish(self) -> None:
         self._is_paused = True
         self._last_asked = max(self._last_asked, self._training)
-        self._set_timer(self._seconds.publish_s, "published")
+        self._set_timer(self._of(self._training - 1).publish_s, "published")
 
     # What happens next
 
@@ -289,7 +303,7 @@ class _Simulation:
         self._free += 1
         self._steps[step].left -= 1
         if not self._steps[step].left:
-            self._set_timer(self._seconds.reward_s, "scored", step)
+            self._set_timer(self._of(step).reward_s, "scored", step)
 
     def _end_phase(self, kind: str, step: int) -> None:
         if kind == "scored":
@@ -308,10 +322,10 @@ class _Simulation:
         elif kind == "published":
             self._is_paused = False
             self._came.append(self._engine_now)
-            self._set_timer(self._seconds.check_s, "checked")
+            self._set_timer(self._of(self._training - 1).check_s, "checked")
         elif kind == "checked":
             self._may_begin = True
-            self._set_timer(self._seconds.after_s, "free")
+            self._set_timer(self._of(self._training - 1).after_s, "free")
         elif kind == "free":
             self._end_step()
 
@@ -320,14 +334,16 @@ class _Simulation:
         step = self._steps.get(self._num_recorded)
         if step is not None and step.is_scored:
             step.is_scored = False
-            self._set_timer(self._seconds.record_s, "recorded", self._num_recorded)
+            number = self._num_recorded
+            self._set_timer(self._of(number).record_s, "recorded", number)
 
     def _end_step(self) -> None:
         self._trainer_waits = True
         self._ended.append(self._now)
         self._busy_at_end.append(self._busy_s)
-        of_step = self._seconds.train_s + self._seconds.publish_s + self._seconds.check_s
-        self._trainer_busy_at_end.append(self._trainer_busy_at_end[-1] + of_step)
+        took = self._of(self._training - 1)
+        busy_s = took.train_s + took.publish_s + took.check_s
+        self._trainer_busy_at_end.append(self._trainer_busy_at_end[-1] + busy_s)
 
     # What it amounts to
 
@@ -360,7 +376,7 @@ class _Simulation:
 
     def _ages(self, step: int, begin: float, answer: float) -> list[tuple[float, float]]:
         """Ages of an answer's tokens, with the share that has each."""
-        length_s = answer * self._seconds.token_s
+        length_s = answer * self._of(step).token_s
         version = self._version_at(begin)
         found = []
         at = begin

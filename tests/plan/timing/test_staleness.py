@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grpo_megatron.plan.timing.staleness import (
     Flow,
     FlowSeconds,
-    fitted_token_s,
+    fitted,
     forecast,
     least_bound,
     slots_of,
@@ -153,10 +153,17 @@ def test_the_seconds_of_a_token_are_found_again(ahead, waits, slots, token_s, tr
     shape = flow(ahead, waits=waits, slots=slots)
     seconds = replace(SECONDS, token_s=token_s, train_s=train_s, publish_s=0.5)
     busy_s = forecast(shape, seconds).generation_s
-    again = fitted_token_s(shape, seconds, busy_s)
-    assert forecast(shape, replace(seconds, token_s=again)).generation_s == pytest.approx(
-        busy_s, rel=0.1
-    )
+    again = fitted(shape, [seconds] * 30, [busy_s] * 30, 15)
+    assert forecast(shape, again, 30, 15).generation_s == pytest.approx(busy_s, rel=0.1)
+
+
+def test_single_long_trainings_do_not_make_every_step_stale():
+    """Training takes one second, and every fifth time thirty: so does no other step."""
+    seconds = [replace(SECONDS, train_s=1.0)] * 4 + [replace(SECONDS, train_s=30.0)]
+    found = forecast(flow(1), seconds, 50, 25)
+    assert found.mean == pytest.approx((4 * 0.1 + 1) / 5, abs=0.05)
+    mean = forecast(flow(1), replace(SECONDS, train_s=6.8), 50, 25).mean
+    assert mean == pytest.approx(0.68)
 
 
 @settings(max_examples=20, deadline=None)
