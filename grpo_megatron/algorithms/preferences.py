@@ -11,6 +11,8 @@ from torch.nn.functional import logsigmoid, softplus
 
 from grpo_megatron.config.preferences import PreferencesConfig
 
+MARGIN = "margin"
+"""Component of a recorded step: by how much the chosen answer of a pair is better."""
 REFERENCE = "reference"
 """Component of a recorded step: the sum of an answer's log-probs under the reference."""
 
@@ -90,8 +92,25 @@ def kto_baseline(scores: Tensor) -> Tensor:
     return scores.detach().mean().clamp(min=0)
 
 
-def pair_losses(settings: PreferencesConfig, chosen: Tensor, rejected: Tensor) -> Tensor:
-    """The loss of every pair but for ORPO's likelihood, [P]. chosen, rejected: scores, [P]."""
+def reward_loss(
+    chosen: Tensor, rejected: Tensor, margins: Tensor | float, centre_weight: float = 0.0
+) -> Tensor:
+    """`-log sigmoid(r_c - r_r - margin) + centre_weight (r_c + r_r)^2` of a reward model's scalars
+    (Bradley and Terry; margins: Llama 2, arXiv:2307.09288; centred: arXiv:2312.09244)."""
+    losses = sigmoid_loss(chosen - rejected - margins)
+    if not centre_weight:
+        return losses
+    return losses + centre_weight * (chosen + rejected) ** 2
+
+
+def pair_losses(
+    settings: PreferencesConfig,
+    chosen: Tensor,
+    rejected: Tensor,
+    margins: Tensor | float = 0.0,
+) -> Tensor:
+    """The loss of every pair but for ORPO's likelihood, [P]. chosen, rejected: scores, [P]; of
+    bradley_terry a reward model's scalars, and margins between them, [P]."""
     beta = settings.beta
     differences = chosen - rejected
     if settings.loss == "dpo":
@@ -100,6 +119,8 @@ def pair_losses(settings: PreferencesConfig, chosen: Tensor, rejected: Tensor) -
         return hinge_loss(beta * differences)
     if settings.loss == "ipo":
         return ipo_loss(differences, beta)
+    if settings.loss == "bradley_terry":
+        return reward_loss(chosen, rejected, margins, settings.centre_weight)
     if settings.loss == "simpo":
         return simpo_loss(differences, beta, settings.gamma, settings.label_smoothing)
     assert settings.loss == "orpo", settings.loss

@@ -14,12 +14,18 @@ from grpo_megatron.checkpoints.shard_files import will_need
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.weights.gather import Shard, ShardedModel
-from grpo_megatron.weights.parameters import Parameter, carried_names, carried_parameter
+from grpo_megatron.weights.parameters import (
+    REWARD_HEAD,
+    Parameter,
+    carried_names,
+    carried_parameter,
+)
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 128
 """Block-quantised fp8 checkpoints (DeepSeek-V3, Kimi-K2) have a scale per 128 x 128 block."""
 _LISTED = 20
+_LANGUAGE_HEAD = "lm_head.weight"
 Shape = tuple[int, ...]
 
 
@@ -164,12 +170,22 @@ class HFSource:
     """A Hugging Face checkpoint as the parameters of a model.
 
     With `carry`, also what the checkpoint has and Megatron's model has not (`carried_names`).
+    left_out: names of tensors that no parameter needs.
     Raises CheckpointError for other tensors or shapes than the model's."""
 
-    def __init__(self, parameters: Sequence[Parameter], directory: Path, *, carry: bool = True):
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        directory: Path,
+        *,
+        carry: bool = True,
+        left_out: Sequence[str] = (),
+    ):
         self.reader = reader = HFReader(directory)
         reader.check_index()
         found = reader.shapes()
+        for name in left_out:
+            found.pop(name, None)
         wanted: dict[str, Shape] = {}
         for parameter in parameters:
             wanted.update(parameter.hf)
@@ -242,9 +258,21 @@ def refuse_unfit(
 def import_weights(model: ShardedModel, directory: Path) -> None:
     """Fill every parameter; each rank copies the rows and columns that it holds. Collective.
 
+    A reward model may begin with the checkpoint of a language model: its head stays as it is, and
+    the output layer is left out.
     Raises CheckpointError where the checkpoint is of another model or cannot be read."""
-    reader = HFSource([entry.parameter for entry in model.entries], directory).reader
+    parameters = [entry.parameter for entry in model.entries]
+    unread: set[str] = set()
+    left_out: list[str] = []
+    if any(parameter.name == REWARD_HEAD for parameter in parameters):
+        left_out = [_LANGUAGE_HEAD]
+        if REWARD_HEAD not in HFReader(directory).names():
+            unread = {REWARD_HEAD}
+    wanted = [parameter for parameter in parameters if parameter.name not in unread]
+    reader = HFSource(wanted, directory, left_out=left_out).reader
     for part in model.shards:
+        if part.name in unread:
+            continue
         parameter = model.map.parameter(part.name, part.full_shape)
         held = [_held(reader, name, shape[0], part) for name, shape in parameter.hf]
         row_parts = 1

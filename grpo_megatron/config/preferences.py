@@ -6,7 +6,7 @@ from pydantic import Field
 
 from grpo_megatron.config.base import InputPath, Strict
 
-PreferenceLoss = Literal["dpo", "hinge", "ipo", "kto", "simpo", "orpo"]
+PreferenceLoss = Literal["dpo", "hinge", "ipo", "kto", "simpo", "orpo", "bradley_terry"]
 _WITH_REFERENCE = ("dpo", "hinge", "ipo", "kto")
 _OF_MEANS = ("ipo", "simpo", "orpo")
 
@@ -16,7 +16,7 @@ class PreferencesConfig(Strict):
 
     loss: PreferenceLoss = "dpo"
     """dpo; hinge: DPO's margin under a hinge (SLiC); ipo; kto: answers with a label instead of
-    pairs; simpo and orpo: without a reference."""
+    pairs; simpo and orpo: without a reference; bradley_terry: of kind reward_model."""
     beta: float = Field(0.1, gt=0)
     """How strongly a margin of log-probs counts; of orpo, the weight of its odds ratio (lambda)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
@@ -30,6 +30,10 @@ class PreferencesConfig(Strict):
     """kto: weight of answers with the label true."""
     undesirable_weight: float = Field(1.0, gt=0)
     """kto: weight of answers with the label false."""
+    use_margins: bool = False
+    """bradley_terry: the chosen answer's scalar is to be higher by the pair's `margin`."""
+    centre_weight: float = Field(0.0, ge=0)
+    """bradley_terry: weight of the squared sum of both scalars, which holds their mean at 0."""
     reference: InputPath | None = None
     """Checkpoint of the reference, of the model's architecture; default: the model that the run
     begins with. simpo and orpo have none."""
@@ -43,6 +47,13 @@ class PreferencesConfig(Strict):
     def takes_means(self) -> bool:
         """Whether log-probs of an answer are means over its tokens."""
         return self.loss in _OF_MEANS or self.length_normalised
+
+    @property
+    def reward_scale(self) -> float:
+        """What turns a score into a reward, for metrics."""
+        if self.loss == "bradley_terry":
+            return 1.0
+        return self.beta
 
     @property
     def is_paired(self) -> bool:

@@ -515,9 +515,12 @@ class RunConfig(Strict):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Run directory is `runs_dir/name`."""
-    kind: Literal["rl", "sft", "distil", "preferences", "rejection_sample", "eval"] = "rl"
+    kind: Literal[
+        "rl", "sft", "distil", "preferences", "reward_model", "rejection_sample", "eval"
+    ] = "rl"
     """rl; sft: on the responses of the data set; distil: to teachers; preferences: on pairs of
-    answers (DPO and others); rejection_sample: makes a data set; eval: accuracy only."""
+    answers (DPO and others); reward_model: a scalar for answers, on pairs; rejection_sample: makes
+    a data set; eval: accuracy only."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of weights, sampling and splits."""
     num_steps: int = Field(100, ge=0)
@@ -571,7 +574,7 @@ class RunConfig(Strict):
     @property
     def trains_preferences(self) -> bool:
         """Whether pairs of answers, or answers with labels, are trained."""
-        return self.kind == "preferences"
+        return self.kind in ("preferences", "reward_model")
 
     @property
     def compares_pairs(self) -> bool:
@@ -602,7 +605,7 @@ class RunConfig(Strict):
     @property
     def trains(self) -> bool:
         """Whether a run of this kind changes the weights."""
-        return self.kind in ("rl", "sft", "distil", "preferences")
+        return self.kind in ("rl", "sft", "distil") or self.trains_preferences
 
     @property
     def input_paths(self) -> list[Path]:

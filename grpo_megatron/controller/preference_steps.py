@@ -13,7 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_megatron.algorithms.preferences import REFERENCE, kto_baseline, kto_loss, pair_losses
+from grpo_megatron.algorithms.preferences import (
+    MARGIN,
+    REFERENCE,
+    kto_baseline,
+    kto_loss,
+    pair_losses,
+)
 from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
 from grpo_megatron.batching.spool import store_groups
 from grpo_megatron.config.run import RunConfig
@@ -31,7 +37,14 @@ from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.samples import extremes
 from grpo_megatron.trainer.requests import ScoreAnswers, TakeWeights
-from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
+from grpo_megatron.types import (
+    Completion,
+    Prompt,
+    RolloutGroup,
+    ScoredGroup,
+    Turn,
+    VersionSpan,
+)
 
 _AT_ONCE = 512
 """Preferences whose answers the trainer looks at in one request."""
@@ -54,16 +67,24 @@ class PreferenceRecorder:
     def groups(self, preferences: Sequence[Preference], reference: Scores) -> list[ScoredGroup]:
         """Write the answers; returns their groups, with the scores of the reference as component
         where they are given."""
-        groups = [RolloutGroup(one.prompt, one.answers, 0) for one in preferences]
+        groups = [RolloutGroup(one.prompt, self._answers(one), 0) for one in preferences]
         path = self._spool / f"preferences-{next(self._numbers):06d}"
         stored = store_groups(path, groups, recorded_shape(self._config))
         scored = []
         for one, group in zip(preferences, stored, strict=True):
             components = {}
+            if self._config.preferences.use_margins:
+                components[MARGIN] = np.full(2, one.margin)
             if reference:
                 components[REFERENCE] = np.array(reference[one.prompt.prompt_id])
             scored.append(ScoredGroup(group, components, np.array(one.labels, np.float64)))
         return scored
+
+    def _answers(self, one: Preference) -> tuple[Completion, ...]:
+        """As the trainer is to look at them."""
+        if self._config.kind != "reward_model":
+            return one.answers
+        return tuple(read_at_its_end(answer) for answer in one.answers)
 
     def record(
         self, directory: Path, groups: Sequence[ScoredGroup], num_updates: int, facts: StepFacts
@@ -77,6 +98,18 @@ class PreferenceRecorder:
             self._tokenizer.decode,
             together=self._config.compares_pairs,
         )
+
+
+def read_at_its_end(answer: Completion) -> Completion:
+    """The answer for a reward model, which is read at its last token: with one token more, which is
+    the only one that counts as the policy's, so that the position before it is looked at."""
+    length = answer.num_tokens
+    ids = np.append(answer.token_ids, answer.token_ids[-1:]).astype(np.int32)
+    logprobs = np.full(length + 1, np.nan, np.float32)
+    logprobs[-1] = -np.inf
+    span = (VersionSpan(0, 0, length + 1),)
+    turns = (Turn(length, length + 1),)
+    return Completion(ids, logprobs, span, answer.finish_reason, answer.text, turns=turns)
 
 
 class AnswerScorer:
@@ -302,9 +335,12 @@ class PreferenceEvaluator:
         first, second = values.unbind(1)
         found = {"prompts": float(len(members))}
         if self._settings.is_paired:
-            losses = pair_losses(self._settings, first, second)
+            margins: torch.Tensor | float = 0.0
+            if self._settings.use_margins:
+                margins = torch.tensor([one.margin for one in members], dtype=torch.float64)
+            losses = pair_losses(self._settings, first, second, margins)
             right = (first > second).double() + 0.5 * (first == second).double()
-            found["margin"] = float(self._settings.beta * (first - second).mean())
+            found["margin"] = float(self._settings.reward_scale * (first - second).mean())
         else:
             labels = torch.tensor([one.labels[0] == 1 for one in members])
             baseline = kto_baseline(second)

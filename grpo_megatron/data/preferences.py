@@ -152,12 +152,12 @@ def _of_domain(
     prompts = tokenised(domain, [row.problem for row in rows], tokenizer)
     encoder = DatasetAnswers([domain], tokenizer, longest=np.iinfo(np.int64).max)
     found = []
-    longest = config.rollout.max_model_len
+    longest = _longest(config)
     for row, prompt in zip(rows, prompts, strict=True):
         answers = [encoder.completion(0, prompt, text) for text in row.answers]
         num_tokens = len(prompt.token_ids) + max(answer.num_tokens for answer in answers)
         if num_tokens > longest or not prompt.token_ids:
-            reasons[f"longer than rollout.max_model_len ({longest} tokens)"] += 1
+            reasons[f"longer than rollout.max_model_len (at most {longest} tokens)"] += 1
             continue
         found.append((row, prompt, answers))
     if config.compares_pairs:
@@ -172,12 +172,20 @@ def _of_domain(
     return _with_other_answers(labelled, longest, domain)
 
 
+def _longest(config: RunConfig) -> int:
+    """Tokens of a prompt with an answer; a reward model needs one more to be read at the last."""
+    longest = config.rollout.max_model_len
+    if config.kind == "reward_model":
+        longest -= 1
+    return longest
+
+
 def _of_run(
     config: RunConfig, domain: DomainConfig, recorded: RecordedAnswers, reasons: Counter[str]
 ) -> list[Preference]:
-    longest = config.rollout.max_model_len
+    longest = _longest(config)
     reasons.update(recorded.dropped)
-    too_long = f"longer than rollout.max_model_len ({longest} tokens)"
+    too_long = f"longer than rollout.max_model_len (at most {longest} tokens)"
     if config.compares_pairs:
         fitting = []
         for one in recorded.pairs:

@@ -183,15 +183,20 @@ def _exported(export: Path) -> Finding:
     if not (export / "config.json").exists():
         return Finding(what, False, f"{export} has no config.json")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
     try:
         config = AutoConfig.from_pretrained(export, local_files_only=True)
     except ValueError:
         return Finding(what, True, "read back by ourselves; transformers lacks the family")
-    model = AutoModelForCausalLM.from_pretrained(
-        export, config=config, dtype=torch.float32, local_files_only=True
-    )
+    kind = AutoModelForCausalLM
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures):
+        kind = AutoModelForSequenceClassification
+    model = kind.from_pretrained(export, config=config, dtype=torch.float32, local_files_only=True)
     with torch.no_grad():
         logits = model(torch.arange(8)[None]).logits
     return Finding(what, bool(torch.isfinite(logits).all()), "transformers computes with it")

@@ -164,13 +164,16 @@ async def reward_model(
     scale: float = 1.0,
     shift: float = 0.0,
     think_tag: str | None = None,
+    end: str = "",
     timeout_s: float = 60.0,
 ) -> float:
     """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route.
-    think_tag: it reads only what stands behind the thought (DeepSeek-R1, arXiv:2501.12948)."""
+    think_tag: it reads only what stands behind the thought (DeepSeek-R1, arXiv:2501.12948).
+    end: what ended the answers that it was trained on, such as `<|im_end|>`; it is read there."""
     if think_tag is not None:
         prompt, completion = without_thought(prompt, completion, think_tag)
-    reply = await post(f"{url}/pooling", {"model": model, "input": prompt + completion}, timeout_s)
+    text = prompt + completion + end
+    reply = await post(f"{url}/pooling", {"model": model, "input": text}, timeout_s)
     score = reply["data"][0]["data"]
     while isinstance(score, list):
         [score] = score

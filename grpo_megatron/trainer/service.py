@@ -53,6 +53,7 @@ from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
+from grpo_megatron.weights.gather import on_rank_0
 
 
 def _with_exact_sharing(config: RunConfig, hf: dict[str, Any]) -> RunConfig:
@@ -109,6 +110,7 @@ class TrainerService:
             temperature,
             lora,
             config.seed,
+            has_reward_head=config.kind == "reward_model",
         )
 
     def execute(self, request: AnyRequest) -> Any:
@@ -281,6 +283,8 @@ class TrainerService:
 
         Raises what `export_model` does."""
         num_bytes = hf_export.export_model(self.policy.sharded, directory, self.model_path)
+        if self.config.kind == "reward_model":
+            on_rank_0(hf_export.mark_as_reward_model, directory)
         if self.policy.lora is not None:
             base = self.config.model.path or Path(str(self.config.model.preset))
             peft_format.export_adapters(self.policy, directory.with_name("adapter"), str(base))

@@ -17,6 +17,8 @@ from grpo_megatron.plan.hf_config import unified
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
 
+REWARD_HEAD = "score.weight"
+"""The scalar head of a reward model, in Megatron's model and in Hugging Face's checkpoints."""
 OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
@@ -56,6 +58,7 @@ def rules_for(model_type: str) -> tuple[Rule, ...]:
     Raises ConfigError for an unknown family, or one that Megatron-Core cannot compute."""
     family = family_of(model_type)
     rules = [_rule(name, name, tensor) for name, tensor in family.model.items()]
+    rules.append(_rule(REWARD_HEAD, REWARD_HEAD, REWARD_HEAD))
     for name, tensors in family.layer.items():
         if isinstance(tensors, str):
             tensors = [tensors]

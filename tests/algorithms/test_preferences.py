@@ -37,7 +37,8 @@ def losses_of(settings: PreferencesConfig, chosen, rejected) -> torch.Tensor:
     of_chosen = scores(settings, "chosen", chosen)
     of_rejected = scores(settings, "rejected", rejected)
     if settings.is_paired:
-        return pair_losses(settings, of_chosen, of_rejected)
+        margins = INPUTS["margin"] if settings.use_margins else 0.0
+        return pair_losses(settings, of_chosen, of_rejected, margins)
     labels = torch.arange(2 * len(chosen)) < len(chosen)
     return kto_loss(
         torch.cat([of_chosen, of_rejected]),
@@ -49,9 +50,7 @@ def losses_of(settings: PreferencesConfig, chosen, rejected) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize(
-    "row", GOLDEN["rows"], ids=lambda row: f"{row['peer']}, {row['settings']['beta']}"
-)
+@pytest.mark.parametrize("row", GOLDEN["rows"], ids=lambda row: f"{row['peer']}, {row['settings']}")
 def test_trl(row):
     settings = PreferencesConfig(**row["settings"])
     chosen = INPUTS["chosen"].clone().requires_grad_()

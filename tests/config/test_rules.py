@@ -46,11 +46,16 @@ PREFERENCES = [
     'domains=[{name="a", source="file", path="x"}]',
     "trainer.max_tokens_per_microbatch=100000",
 ]
+REWARD_MODEL = [*PREFERENCES, "kind=reward_model", "preferences.loss=bradley_terry"]
 BROKEN = [
     ("rewards", ["domains.0.rewards=[]"]),
     ("preferences", ["preferences.loss=ipo"]),
     ("domain_source", ["domains.0.dataset=null", "domains.0.source=run", "domains.0.path=x"]),
     ("preferences", [*PREFERENCES, "preferences.gamma=1"]),
+    ("preferences", [*PREFERENCES, "kind=reward_model"]),
+    ("preferences", [*PREFERENCES, "preferences.loss=bradley_terry"]),
+    ("preferences", [*REWARD_MODEL, "lora.rank=4"]),
+    ("preferences", [*REWARD_MODEL, "preferences.label_smoothing=0.1"]),
     ("preferences", [*PREFERENCES, "preferences.loss=ipo", "preferences.label_smoothing=0.1"]),
     ("preferences", [*PREFERENCES, "preferences.loss=simpo", "preferences.reference=/x"]),
     ("preferences", [*PREFERENCES, "preferences.undesirable_weight=2"]),

@@ -23,6 +23,13 @@ def test_held_out_pairs(tmp_path, loss):
     assert result["before"] <= 0.7
 
 
+def test_a_reward_model(tmp_path):
+    done = command("train", "stages/tiny-reward-model", f"runs_dir={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "tiny-reward-model" / "result.json").read_text())
+    assert result["eval"]["all"]["accuracy"] >= 0.9
+
+
 def test_a_resumed_run_is_the_same(tmp_path):
     whole = tmp_path / "whole"
     train(whole, "num_steps=6")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.algorithms.preferences import REFERENCE
+from grpo_megatron.algorithms.preferences import MARGIN, REFERENCE
 from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import (
     SampleRow,
@@ -17,11 +17,14 @@ from grpo_megatron.batching.store import (
     finish_step,
     write_shard,
 )
+from grpo_megatron.controller.preference_steps import read_at_its_end
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
 from tests.trainer.models import VOCAB
 
 
-def write_preferences(directory: Path, *, is_paired: bool, num_groups: int = 10) -> str:
+def write_preferences(
+    directory: Path, *, is_paired: bool, num_groups: int = 10, for_reward: bool = False
+) -> str:
     """Ragged pairs, or labelled answers each with one to another prompt, of two domains."""
     rng = np.random.default_rng(3)
     working = begin_step(directory)
@@ -34,7 +37,10 @@ def write_preferences(directory: Path, *, is_paired: bool, num_groups: int = 10)
             ids = rng.integers(0, VOCAB, length).astype(np.int32)
             unknown = np.full(length, -np.inf, np.float32)
             span = (VersionSpan(0, 0, length),)
-            completions.append(Completion(ids, unknown, span, "stop", ""))
+            completion = Completion(ids, unknown, span, "stop", "")
+            if for_reward:
+                completion = read_at_its_end(completion)
+            completions.append(completion)
         prompt = Prompt(str(number), "d", "", tuple(rng.integers(0, VOCAB, 6).tolist()), "")
         groups.append(RolloutGroup(prompt, tuple(completions), 0))
         labels = (1.0, 0.0) if is_paired else (float(number % 2), np.nan)
@@ -46,14 +52,33 @@ def write_preferences(directory: Path, *, is_paired: bool, num_groups: int = 10)
     lengths = [len(one.token_ids) for group in groups for one in group.completions]
     reference = -4.5 * np.array(lengths) + rng.normal(size=len(rows))
     facts = StepFacts(domains=["even", "odd"])
-    finish_step(directory, [shard], rows, facts, {REFERENCE: reference})
+    components = {REFERENCE: reference, MARGIN: np.repeat(rng.random(num_groups), 2)}
+    finish_step(directory, [shard], rows, facts, components)
     return str(directory)
+
+
+def reward_model_export(model: str, rewarded: str, directory: str) -> list[float]:
+    """Scalars of all answers by a model with a head of its own, which is exported."""
+    from grpo_megatron.checkpoints.hf_export import export_model, mark_as_reward_model
+    from grpo_megatron.trainer.steps.answer_scores import answer_scores
+    from tests.trainer.trainer_ranks import Setup
+
+    setup = Setup(model, {"max_tokens_per_microbatch": 96}, has_reward_head=True)
+    config = setup.config().model_copy(update={"kind": "reward_model"})
+    scores = answer_scores(config, setup.policy, SampleTable(Path(rewarded)))
+    export_model(setup.policy.sharded, Path(directory), Path(model))
+    mark_as_reward_model(Path(directory))
+    again = Setup(directory, {}, has_reward_head=True)
+    found = answer_scores(config, again.policy, SampleTable(Path(rewarded)))
+    np.testing.assert_allclose(found, scores, rtol=1e-6)
+    return scores.tolist()
 
 
 def preference_step(
     model: str,
     pairs: str,
     labelled: str,
+    rewarded: str,
     layout: dict[str, Any],
     settings: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Any]]:
@@ -66,13 +91,18 @@ def preference_step(
     found = {}
     for name, values in settings.items():
         setup = Setup(
-            model, {"distributed_optimizer": False, "max_tokens_per_microbatch": 96, **layout}
+            model,
+            {"distributed_optimizer": False, "max_tokens_per_microbatch": 96, **layout},
+            has_reward_head=values["loss"] == "bradley_terry",
         )
         preferences = PreferencesConfig(**values)
-        config = setup.config().model_copy(
-            update={"kind": "preferences", "preferences": preferences}
-        )
-        table = SampleTable(Path(pairs if preferences.is_paired else labelled))
+        kind, recorded = "preferences", pairs
+        if values["loss"] == "kto":
+            recorded = labelled
+        if values["loss"] == "bradley_terry":
+            kind, recorded = "reward_model", rewarded
+        config = setup.config().model_copy(update={"kind": kind, "preferences": preferences})
+        table = SampleTable(Path(recorded))
         scores = answer_scores(config, setup.policy, table)
         report = train_preferences(config, setup.policy, table, 1, 10)
         scale = max(report.grad_norms[0] / OPTIMIZER.clip_grad, 1.0)

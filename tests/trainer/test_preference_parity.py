@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from grpo_megatron.algorithms.preferences import REFERENCE, pair_losses
 from grpo_megatron.batching.store import SampleTable
@@ -15,6 +16,7 @@ from tests.trainer.preference_ranks import write_preferences
 from tests.trainer.test_layout_parity import LAYOUTS_2, LAYOUTS_4
 
 STEP = "tests.trainer.preference_ranks:preference_step"
+EXPORT = "tests.trainer.preference_ranks:reward_model_export"
 TOLERANCE = 1e-5
 LOSSES = {
     "dpo": {"loss": "dpo", "label_smoothing": 0.1},
@@ -24,9 +26,10 @@ LOSSES = {
     "kto": {"loss": "kto", "undesirable_weight": 1.3},
     "simpo": {"loss": "simpo", "beta": 2.0},
     "orpo": {"loss": "orpo"},
+    "reward_model": {"loss": "bradley_terry", "use_margins": True, "centre_weight": 0.01},
 }
-GATE = {name: LOSSES[name] for name in ("dpo", "kto")}
-DPO = {"dpo": LOSSES["dpo"]}
+GATE = {name: LOSSES[name] for name in ("dpo", "kto", "reward_model")}
+ON_TWO = {name: LOSSES[name] for name in ("dpo", "reward_model")}
 APART = {"share_prefixes": False}
 OF_PACKING = ("batch/computed_token_fraction", "routing/split_prompts")
 
@@ -37,6 +40,7 @@ def recorded(tmp_path_factory):
     return {
         "pairs": write_preferences(folder / "pairs", is_paired=True),
         "labelled": write_preferences(folder / "labelled", is_paired=False),
+        "rewarded": write_preferences(folder / "rewarded", is_paired=True, for_reward=True),
     }
 
 
@@ -107,8 +111,28 @@ def test_micro_batches_and_shared_prompts_on_one_rank(world1, few_losses, moe_mo
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2_sp", "pp2"])
 def test_two_ranks(world2, few_losses, moe_model, recorded, layout):
-    found = world2.run(STEP, model=moe_model, layout=LAYOUTS_2[layout], settings=DPO, **recorded)
+    found = world2.run(STEP, model=moe_model, layout=LAYOUTS_2[layout], settings=ON_TWO, **recorded)
     assert_same(found, few_losses)
+
+
+@pytest.mark.parametrize(
+    "model", ["dense_model", pytest.param("tied_model", marks=pytest.mark.matrix)]
+)
+def test_transformers_gives_the_scalars(world1, recorded, tmp_path, request, model):
+    """Of the export, and so does a model that begins with it."""
+    source = request.getfixturevalue(model)
+    directory = tmp_path / "export"
+    rewarded = recorded["rewarded"]
+    scores = world1.run(EXPORT, model=source, rewarded=rewarded, directory=str(directory))
+    loaded = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    assert loaded.config.num_labels == 1
+    table = SampleTable(Path(rewarded))
+    for row, score in enumerate(scores):
+        answer, _ = table.completion(row)
+        ids = np.concatenate([table.prompt_ids(row), answer[:-1]]).astype(np.int64)
+        with torch.no_grad():
+            [[found]] = loaded(torch.from_numpy(ids)[None]).logits.tolist()
+        assert found == pytest.approx(score, abs=1e-5)
 
 
 @pytest.mark.matrix

@@ -62,6 +62,8 @@ class Setup:
         layout: dict[str, Any],
         hf_overrides: dict | None = None,
         lora: LoraConfig | None = None,
+        *,
+        has_reward_head: bool = False,
     ):
         import json
 
@@ -80,7 +82,9 @@ class Setup:
         initialize(self.layout, info, fresh_store())
         seed_everything(1)
         self.hf = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
-        self.policy: Policy = build_policy(self.hf, self.layout, OPTIMIZER, lora=lora)
+        self.policy: Policy = build_policy(
+            self.hf, self.layout, OPTIMIZER, lora=lora, has_reward_head=has_reward_head
+        )
         _earlier.append(self.policy)
         self.shards = self.policy.sharded.shards
         import_weights(self.policy.sharded, Path(model))

@@ -7,7 +7,7 @@ from grpo_megatron.config.suggest import nearest
 DISTILLATION_RULES = RuleSet()
 """Their checks take the run."""
 
-_OF_TOKENS = ("sft", "distil", "preferences")
+_OF_TOKENS = ("sft", "distil", "preferences", "reward_model")
 """Kinds that train a batch once, without an old policy."""
 
 

@@ -13,6 +13,8 @@ _LOSSES_OF = {
     "gamma": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
+    "use_margins": ("bradley_terry",),
+    "centre_weight": ("bradley_terry",),
     "reference": ("dpo", "hinge", "ipo", "kto"),
 }
 """Which losses look at a setting."""
@@ -21,13 +23,43 @@ _LOSSES_OF = {
 @PREFERENCE_RULES.rule("preferences")
 def only_preferences_have_their_table(run: RunConfig) -> Violation | None:
     """Refuse settings of preferences in runs of other kinds."""
-    if run.kind == "preferences" or run.preferences == PreferencesConfig():
+    if run.trains_preferences or run.preferences == PreferencesConfig():
         return None
     return Violation(
         "kind",
-        "only kind preferences has [preferences]",
-        nearest=("preferences",),
+        "only kinds preferences and reward_model have [preferences]",
+        nearest=("preferences", "reward_model"),
         related=("preferences",),
+    )
+
+
+@PREFERENCE_RULES.rule("preferences")
+def reward_models_have_their_loss(run: RunConfig) -> Violation | None:
+    """Refuse losses of policies for reward models, and theirs for policies."""
+    is_of_scalars = run.preferences.loss == "bradley_terry"
+    if not run.trains_preferences or is_of_scalars == (run.kind == "reward_model"):
+        return None
+    fitting = "dpo"
+    if run.kind == "reward_model":
+        fitting = "bradley_terry"
+    return Violation(
+        "preferences.loss",
+        "kind reward_model and the loss bradley_terry go together",
+        nearest=(fitting,),
+        related=("kind",),
+    )
+
+
+@PREFERENCE_RULES.rule("preferences")
+def reward_models_are_trained_whole(run: RunConfig) -> Violation | None:
+    """Refuse adapters for a model whose head begins at random."""
+    if run.kind != "reward_model" or run.lora is None:
+        return None
+    return Violation(
+        "lora",
+        "the head of a reward model is no adapter, and would not be trained",
+        nearest=("null",),
+        related=("kind",),
     )
 
 
@@ -35,7 +67,7 @@ def only_preferences_have_their_table(run: RunConfig) -> Violation | None:
 def losses_use_what_is_set(run: RunConfig) -> list[Violation]:
     """Refuse a setting that the loss does not look at."""
     settings = run.preferences
-    if run.kind != "preferences":
+    if not run.trains_preferences:
         return []
     found = []
     for field, losses in _LOSSES_OF.items():

@@ -27,6 +27,7 @@ from grpo_megatron.trainer.megatron.layer_specs import block_spec
 from grpo_megatron.trainer.megatron.model_config import kernels_of, transformer_config
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
 from grpo_megatron.trainer.megatron.policy_model import PolicyModel
+from grpo_megatron.trainer.megatron.reward_head import RewardHead
 from grpo_megatron.trainer.megatron.rope import rotary
 from grpo_megatron.trainer.megatron.upstream_fixes import mark_expert_parameters
 from grpo_megatron.trainer.routing.router_replay import RouteReplay
@@ -185,12 +186,14 @@ def build_policy(
     temperature: float = 1.0,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    *,
+    has_reward_head: bool = False,
 ) -> Policy:
     """Make a model with random weights, wrapped for data parallelism, and its optimizer.
 
     router_policy, temperature: of `RoutingConfig` and `RolloutConfig`; lora: train adapters, which
-    begin as `seed` says, and nothing else. Raises ConfigError for a
-    family, a field or a value that is not supported."""
+    begin as `seed` says, and nothing else; has_reward_head: answer with scalars. Raises
+    ConfigError for a family, a field or a value that is not supported."""
     config = transformer_config(hf, layout)
     if router_policy != "none" or lora is not None:
         config.moe_router_bias_update_rate = 0.0
@@ -205,10 +208,14 @@ def build_policy(
         overlap_param_gather=overlaps and distributed,
     )
     chunks = []
-    for index, model in enumerate(build_models(config, hf, layout)):
+    for index, model in enumerate(
+        build_models(config, hf, layout, has_reward_head=has_reward_head)
+    ):
         model.temperature = temperature
         if router_policy == "freeze_weights":
             _freeze_routers(model)
+        if has_reward_head:
+            add_reward_head(model, seed)
         if lora is not None:
             add_adapters(model, hf, config, lora, seed)
         module: torch.nn.Module = model
@@ -275,8 +282,21 @@ def add_adapters(
     model.adapters = attach(model, named, tensor_map(hf, config), lora, seed)
 
 
+def add_reward_head(model: PolicyModel, seed: int) -> None:
+    """Put a scalar head in the place of the output layer, on the last pipeline stage."""
+    if not model.post_process:
+        return
+    del model.output_layer
+    model.has_reward_head = True
+    model.score = RewardHead(model.config.hidden_size, model.config.params_dtype, seed)
+
+
 def build_models(
-    config: TransformerConfig, hf: dict[str, Any], layout: TrainerConfig
+    config: TransformerConfig,
+    hf: dict[str, Any],
+    layout: TrainerConfig,
+    *,
+    has_reward_head: bool = False,
 ) -> list[PolicyModel]:
     """Make this rank's model chunks with random weights, neither wrapped nor with an optimizer."""
     models = []
@@ -299,7 +319,8 @@ def build_models(
             position_embedding_type="rope",
             rotary_base=rope["theta"],
             rotary_percent=rope["percent"],
-            share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+            share_embeddings_and_output_weights=not has_reward_head
+            and hf.get("tie_word_embeddings", False),
         )
         if not config.multi_latent_attention:
             model.rotary_pos_emb.inv_freq = rotary(rope, config.kv_channels)[0]

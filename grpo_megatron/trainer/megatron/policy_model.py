@@ -10,6 +10,7 @@ from megatron.core.parallel_state import get_tensor_model_parallel_group
 from grpo_megatron.trainer.lora.attach import ModelAdapters
 from grpo_megatron.trainer.lora.checkpoint import sharded_adapters
 from grpo_megatron.trainer.megatron.context_parallel import OwnTokens, found_by_all
+from grpo_megatron.trainer.megatron.reward_head import RewardHead
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens, divergence
 from grpo_megatron.trainer.vocab_parallel.logprobs import policy_states, token_logprobs
 
@@ -34,6 +35,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """What the output layer would get of this rank's policy tokens, [m, H], instead."""
     adapters: ModelAdapters | None = None
     """Of LoRA; None: all weights are trained."""
+    has_reward_head: bool = False
+    score: RewardHead
+    """Of a reward model: the first row is the scalar at the position before each policy token, the
+    second 0."""
     _own: OwnTokens
     _squared_probs: bool = False
     _teachers: Sequence[TeacherTokens] = ()
@@ -66,7 +71,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Describe every parameter for Megatron's checkpoints."""
-        described: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
+        is_last: bool = self.post_process  # type: ignore[has-type]
+        if self.has_reward_head:
+            self.post_process = False  # Megatron would look for the output layer of a last stage
+        try:
+            described: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
+        finally:
+            self.post_process = is_last
         if self.adapters is not None:  # their layers take them for weights that are not split
             described.update(sharded_adapters(self, prefix))
         return described
@@ -86,6 +97,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         )
         if self.answers_states:
             return states
+        if self.has_reward_head:
+            scalars = self.score(states)
+            return found_by_all(torch.stack([scalars, torch.zeros_like(scalars)]), own)
         weight = self.output_weight()
         found = token_logprobs(
             states,

@@ -10,7 +10,13 @@ import time
 import numpy as np
 import torch
 
-from grpo_megatron.algorithms.preferences import REFERENCE, kto_baseline, kto_loss, pair_losses
+from grpo_megatron.algorithms.preferences import (
+    MARGIN,
+    REFERENCE,
+    kto_baseline,
+    kto_loss,
+    pair_losses,
+)
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.preferences import PreferencesConfig
@@ -63,7 +69,8 @@ class PreferenceLossFunction:
         domain = to_device(torch.from_numpy(self._table.domain[items]), sums.device)
         meter = MetricRecorder(domain, domain, self._domains)
         if self._settings.is_paired:
-            losses = pair_losses(self._settings, scores[0::2], scores[1::2])
+            margins = self._margins(items, sums.device)
+            losses = pair_losses(self._settings, scores[0::2], scores[1::2], margins)
             _measure_pairs(meter, self._settings, scores.detach(), sums.detach())
         else:
             labels = to_device(torch.from_numpy(self._table.reward[rows] == 1), sums.device)
@@ -88,6 +95,12 @@ class PreferenceLossFunction:
             lengths = torch.from_numpy(self._table.policy_lengths[rows]).double()
             scores = scores / to_device(lengths, sums.device)
         return scores
+
+    def _margins(self, items: np.ndarray, where: torch.device) -> torch.Tensor | float:
+        """Of pairs, [P]; 0 where they do not count."""
+        if not self._settings.use_margins:
+            return 0.0
+        return to_device(torch.from_numpy(self._table.components[MARGIN][items]), where)
 
     def _measure_gap(self, stats: Stats, rows: np.ndarray, sums: torch.Tensor) -> None:
         """How far policy and reference are apart on a token: 0 before the first step."""
@@ -115,12 +128,14 @@ def _measure_pairs(
     meter: MetricRecorder, settings: PreferencesConfig, scores: torch.Tensor, sums: torch.Tensor
 ) -> None:
     """Implicit rewards, beta times the scores, and log-probs. scores, sums: float64 [2 P]."""
-    chosen = settings.beta * scores[0::2]
-    rejected = settings.beta * scores[1::2]
+    chosen = settings.reward_scale * scores[0::2]
+    rejected = settings.reward_scale * scores[1::2]
     meter.mean("preference/reward_chosen", chosen, "samples")
     meter.mean("preference/reward_rejected", rejected, "samples")
     meter.mean("preference/margin", chosen - rejected, "samples")
     meter.mean("preference/accuracy", (chosen > rejected).double(), "samples")
+    if settings.loss == "bradley_terry":
+        return  # its scores are no log-probs
     meter.mean("preference/logprob_chosen", sums[0::2], "samples")
     meter.mean("preference/logprob_rejected", sums[1::2], "samples")
 
