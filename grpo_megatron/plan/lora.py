@@ -60,7 +60,9 @@ def targets_name_layers(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> 
     for target in lora.targets:
         if any(is_target(layer, (target,)) for layer in layers):
             continue
-        close = nearest(target, dict.fromkeys(known))
+        close = []
+        for name in nearest(target, dict.fromkeys(known)):
+            close.append([name if other == target else other for other in lora.targets])
         remedy = f"the linear layers of {model.model_type} are {', '.join(layers)}"
         found.append(
             Violation(

@@ -104,13 +104,16 @@ def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[st
     top_k = s.symbols["top_k"] or 0
     rows = own * top_k * t.etp
     num_experts = (s.symbols["experts"] or 0) // t.expert_parallel_size
+    plain_norm = 8  # torch's plain norms keep float32, twice where their weight has a gradient
+    if s.lora is not None:
+        plain_norm = 4
     norm_copy = element
     nccl_dimensions = 0
     if on_gpu:
         sizes = (tp, pp, cp, t.dp, t.expert_parallel_size)
         nccl_dimensions = sum(size > 1 for size in sizes)
     else:
-        norm_copy = 8  # torch's plain norms keep float32
+        norm_copy = plain_norm
     return {
         "tokens": tokens,
         "own": own,
@@ -123,7 +126,7 @@ def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[st
         "gathered": tokens * splits_sequences,
         "scattered": own * splits_sequences,
         "norm": norm_copy + element,
-        "qk_copies": 8 * has_head_norm * (not on_gpu),
+        "qk_copies": plain_norm * has_head_norm * (not on_gpu),
         "query_copy": element * has_head_norm * on_gpu,
         "permuted": own * top_k,
         "rows": rows,

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.plan.rank_bytes import gradient_elements
-from grpo_megatron.plan.weights import Sizes, product, weights_of_chunk
+from grpo_megatron.plan.weights import Sizes, adapters_of_part, product, weights_of_chunk
 
 Key = tuple[str, str, str]
 """Kind, group, type."""
@@ -73,7 +74,10 @@ def update_traffic(s: Sizes, step: Step, *, frozen_routers: bool, overlaps: bool
         s, step.stage, frozen_routers=frozen_routers, overlaps=overlaps
     )
     times = 1
-    if not overlaps and s.symbols["experts"]:
+    has_experts = bool(s.symbols["experts"])
+    if s.lora is not None:
+        has_experts = experts > 0  # with adapters of their own
+    if not overlaps and has_experts:
         times = 2  # each of Megatron's two optimizers gathers everything
     element = s.symbols["element"]
     dtype = s.trainer.precision
@@ -137,7 +141,7 @@ class _Rank:
         if self.t.recompute == "selective":
             self._layers(found, self._keys_and_values)
         self._layers(found, self._backward_of_layer)
-        if self.is_first and self.splits_sequences:
+        if self.is_first and self.splits_sequences and self.s.lora is None:
             found["all-gather", "tp", self.dtype] += self.whole
         if self.is_last and self.tp > 1:
             self._add_up(found, self.whole)
@@ -160,6 +164,7 @@ class _Rank:
     # --- a layer
 
     def _forward_of_layer(self, found: Traffic, is_moe: bool) -> None:
+        self._adapters(found, is_moe, backward=False)
         self._attention(found, backward=False)
         if is_moe:
             self._experts(found, backward=False)
@@ -169,6 +174,7 @@ class _Rank:
             self._split_pair(found, backward=False)
 
     def _backward_of_layer(self, found: Traffic, is_moe: bool) -> None:
+        self._adapters(found, is_moe, backward=True)
         self._attention(found, backward=True)
         if is_moe:
             self._experts(found, backward=True)
@@ -176,6 +182,23 @@ class _Rank:
                 self._split_pair(found, backward=True)
         else:
             self._split_pair(found, backward=True)
+
+    def _adapters(self, found: Traffic, is_moe: bool, *, backward: bool) -> None:
+        """What tensor ranks exchange between A and B; those of routed experts exchange nothing."""
+        if self.tp == 1:
+            return
+        for part in (self.s.attention, "shared" if is_moe else "mlp"):
+            for adapter in adapters_of_part(self.s, part):
+                size = self.tokens * adapter.rank * self.element
+                brings_together = (adapter.split == "rows") != backward
+                if adapter.split == "none":
+                    continue
+                if self.splits_sequences and brings_together:
+                    found["all-gather", "tp", self.dtype] += size
+                elif self.splits_sequences:
+                    found["reduce-scatter", "tp", self.dtype] += size
+                elif not brings_together:
+                    found["all-reduce", "tp", self.dtype] += size
 
     def _attention(self, found: Traffic, *, backward: bool) -> None:
         if backward and self.cp > 1:
@@ -225,7 +248,10 @@ class _Rank:
             found["all-reduce", "tp", self.dtype] += self.whole
             return
         if backward:  # the second's gradient, the first's input again, the first's gradient
-            found["all-gather", "tp", self.dtype] += 2 * self.whole
+            times = 2
+            if self.s.lora is not None:  # the first's weight has no gradient
+                times = 1
+            found["all-gather", "tp", self.dtype] += times * self.whole
             found["reduce-scatter", "tp", self.dtype] += self.whole
         else:
             found["all-gather", "tp", self.dtype] += self.whole
@@ -312,6 +338,8 @@ class _Rank:
         """Elements of weights that every tensor rank has whole and sees a part of the tokens of."""
         if self.tp == 1:
             return 0
+        if self.s.lora is not None:
+            return self._whole_adapters(self.s.lora)
         symbols = self.s.symbols
         of_heads = 2 * product("head_norm", symbols)
         of_latents = 0
@@ -326,6 +354,20 @@ class _Rank:
                 total += symbols["experts"] * symbols["hidden"]
         if self.is_last:
             total += symbols["hidden"]
+        return total
+
+    def _whole_adapters(self, lora: LoraConfig) -> int:
+        """Elements of adapters of which every tensor rank has a part of the gradient."""
+        if not self.splits_sequences:
+            return 0
+        total = 0
+        for is_moe in self.s.layers_of_stage(self.step.stage):
+            for part in (self.s.attention, "shared" if is_moe else "mlp"):
+                for adapter in adapters_of_part(self.s, part):
+                    total += adapter.num_whole(is_split=True)
+            if is_moe and lora.experts == "shared":
+                for adapter in adapters_of_part(self.s, "expert"):
+                    total += adapter.num_whole(is_split=self.t.etp > 1)
         return total
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from grpo_megatron import assets
 from grpo_megatron.config.lora import LoraConfig, is_target
@@ -157,9 +157,20 @@ class PlannedAdapter:
     """The adapter of one of Hugging Face's layers, on a rank."""
 
     after: int  # so many of the part's weights
+    split: Literal["rows", "columns", "none"]  # of the layer, over tensor ranks
     rank: int
     num_inputs: int
     num_outputs: int
+
+    def num_whole(self, *, is_split: bool) -> int:
+        """Elements of A and B that every tensor rank has. is_split: several share the layer."""
+        of_a = self.rank * self.num_inputs
+        of_b = self.rank * self.num_outputs
+        if is_split and self.split == "rows":
+            return of_a
+        if is_split and self.split == "columns":
+            return of_b
+        return of_a + of_b
 
     def weights(self, kind: str) -> list[Weight]:
         """Return A and B."""
@@ -186,8 +197,20 @@ def adapters_of_part(s: Sizes, part: str) -> list[PlannedAdapter]:
             num_inputs, num_outputs = (product(size, s.symbols) for size in shape.split())
             module = tensor.removesuffix(".weight").replace("{expert}", "0")
             if num_inputs and num_outputs and is_target(module, s.lora.targets):
-                found.append(PlannedAdapter(form["after"], s.lora.rank, num_inputs, num_outputs))
+                split = _split_of(form["layer"])
+                found.append(
+                    PlannedAdapter(form["after"], split, s.lora.rank, num_inputs, num_outputs)
+                )
     return found
+
+
+def _split_of(layer: str) -> Literal["rows", "columns", "none"]:
+    """How tensor ranks share a layer of Megatron's."""
+    if layer.endswith("_down_proj"):  # to a latent vector
+        return "none"
+    if layer.endswith(("linear_proj", "linear_fc2")):
+        return "columns"
+    return "rows"
 
 
 def _weights_of_part(s: Sizes, part: str, kind: str) -> list[Weight]:

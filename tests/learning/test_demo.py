@@ -34,6 +34,14 @@ def test_the_demo_learns(tmp_path, seed):
     assert after - before >= 0.35
 
 
+def test_adapters_learn(tmp_path):
+    done = runs.command("train", "demo/lora-moe-cpu", f"runs_dir={tmp_path}", timeout_s=1200)
+    before, after = accuracies_of(done)
+    assert before <= 0.45
+    assert after >= 0.70
+    assert (tmp_path / "demo-lora" / "adapter" / "adapter_model.safetensors").exists()
+
+
 def test_shuffled_advantages_do_not_learn(tmp_path):
     before, after = accuracies(f"runs_dir={tmp_path}", "objective.shuffle_advantages=true")
     assert after <= before + 0.10
