@@ -60,3 +60,13 @@ def test_wheel_carries_everything(tmp_path):
         text=True,
     )
     assert done.stdout.split() == [str(tmp_path / "site/grpo_megatron/_assets"), "demo"]
+
+
+def test_shipped_inputs_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = Path("recipes/data/tiny-agents/questions.jsonl")
+    assert assets.input_path(shipped) == ROOT / shipped
+    assert assets.input_path(Path("recipes/README.md")) == tmp_path / "recipes/README.md"
+    shipped.parent.mkdir(parents=True)
+    shipped.write_text("one's own")
+    assert assets.input_path(shipped) == tmp_path / shipped

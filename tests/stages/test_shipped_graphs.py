@@ -40,7 +40,7 @@ def test_graph(name, monkeypatch):
 
 
 def test_every_pipeline_is_there_small_and_large():
-    for name in ("r1", "deepseek_v3_2", "deepseek_v4", "open_r1_gsm8k", "tulu3"):
+    for name in ("r1", "deepseek_v3_2", "deepseek_v4", "agents", "open_r1_gsm8k", "tulu3"):
         small, large = (load_graph(graph) for graph in (f"tiny-{name}", name))
         gpus = [
             {g.resolve(s).config.placement.gpus_per_node for s in g.order} for g in (small, large)
@@ -81,3 +81,20 @@ def test_r1_teaches_a_model_of_another_family_by_its_own_template():
     assert (samples.model.preset, student.model.preset) == ("deepseek-r1", "qwen2.5-7b")
     assert {domain.template for domain in (*samples.domains, *student.domains)} == {"chat"}
     assert student.rollout.max_model_len >= samples.rollout.max_model_len
+
+
+@pytest.mark.parametrize("name", ["agents", "tiny-agents"])
+def test_every_agent_is_taught_by_the_expert_of_its_domain(name):
+    graph = load_graph(name)
+    inputs = graph.table.stages["distilled"].inputs
+    student = graph.resolve("distilled").config
+    for number, teacher in enumerate(student.distillation.teachers):
+        expert = inputs[f"distillation.teachers.{number}.path"]
+        weights = {domain.name: domain.weight for domain in graph.resolve(expert).config.domains}
+        taught = [domain for domain, weight in weights.items() if weight > 0]
+        assert taught == list(teacher.domains) == [expert]
+    assert {domain.environment.name for domain in student.domains} == {
+        "calculator",
+        "python",
+        "search",
+    }
