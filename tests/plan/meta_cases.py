@@ -43,9 +43,11 @@ def real_bytes(
 _build_models = policy.build_models
 
 
-def _critics(config: Any, hf: dict[str, Any], layout: TrainerConfig) -> list[torch.nn.Module]:
+def _critics(
+    config: Any, hf: dict[str, Any], layout: TrainerConfig, **settings: Any
+) -> list[torch.nn.Module]:
     """The policy's model chunks, with one number a token in the place of the output layer."""
-    models = _build_models(config, hf, layout)
+    models = _build_models(config, hf, layout, **settings)
     for model in models:
         if model.post_process:
             model.output_layer = torch.nn.Linear(
