@@ -213,7 +213,10 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
     changes.at_most("data.reward_hosts", config.data.reward_hosts, 1, why)
     changes.at_most("rejection.num_samples", config.rejection.num_samples, 4, why)
     if config.kind == "rejection_sample":
-        changes.set("rejection.max_prompts", 4 * _PROMPTS_PER_DOMAIN, why)
+        num_prompts = 4 * _PROMPTS_PER_DOMAIN
+        if config.rejection.pairs is not None:
+            num_prompts *= 4  # a model that hardly learned answers most prompts in one way only
+        changes.set("rejection.max_prompts", num_prompts, why)
 
 
 def _lengths(config: RunConfig, changes: _Changes) -> None:
@@ -252,7 +255,10 @@ def _batch_sizes(config: RunConfig, changes: _Changes) -> None:
     changes.set("batch.updates_per_rollout", updates, why)
     changes.set("batch.epochs", _two_at_most(batch.epochs), why)
     fewest = _PROMPTS_PER_DOMAIN * sum(domain.weight > 0 for domain in config.domains)
-    changes.at_most("batch.num_prompts", batch.num_prompts, max(4, min(fewest, 8)), why)
+    most_prompts = max(4, min(fewest, 8))
+    if config.trains_preferences:
+        most_prompts = 2  # a stage before may have found few pairs
+    changes.at_most("batch.num_prompts", batch.num_prompts, most_prompts, why)
     changes.at_most(
         "batch.num_samples_per_prompt", batch.num_samples_per_prompt, _group_size(config), why
     )
