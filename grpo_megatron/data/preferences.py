@@ -286,7 +286,8 @@ def split_by_prompt(prompts: Sequence[Prompt], *, num_heldout: int, num_validati
     train: dict[str, list[Prompt]] = {}
     for prompt in sorted(prompts, key=lambda prompt: (text_hash(prompt.text), prompt.prompt_id)):
         train.setdefault(prompt.domain, []).append(prompt)
-    train = {name: train[name] for name in dict.fromkeys(prompt.domain for prompt in prompts)}
+    in_their_order = dict.fromkeys(prompt.domain for prompt in prompts)
+    train = {name: train[name] for name in in_their_order}
     sizes = {name: len(members) for name, members in train.items()}
     num_heldout_of = share(num_heldout, sizes)
     num_validation_of = share(num_validation, sizes)

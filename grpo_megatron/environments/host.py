@@ -377,7 +377,10 @@ class EnvironmentHost:
     @property
     def processes(self) -> list[EnvironmentProcess]:
         """Of all domains."""
-        return [process for of_domain in self._processes.values() for process in of_domain]
+        processes: list[EnvironmentProcess] = []
+        for of_domain in self._processes.values():
+            processes += of_domain
+        return processes
 
     def environment(self, domain: str) -> HostedEnvironment | ServedEnvironment:
         """An environment for one episode of a domain. KeyError for one that has none."""

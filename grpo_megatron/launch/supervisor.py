@@ -104,7 +104,10 @@ class Supervisor:
         return found
 
     def _all_environments(self) -> list[ChildProcess]:
-        return [child for servers in self.environments.values() for child in servers.children]
+        children: list[ChildProcess] = []
+        for servers in self.environments.values():
+            children += servers.children
+        return children
 
     def _prepare_model(self) -> None:
         """Config and tokenizer must be there when the engines start; weights come later."""

@@ -4,8 +4,6 @@ Rank 0 sends, the others receive, each on the GPU that a request gives it; rank 
 answers."""
 
 import os
-import sys
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +11,8 @@ import msgspec
 
 from grpo_megatron import pretended_cuda
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
-from grpo_megatron.prove.ranks import REQUESTS_FILE, answer_file
+from grpo_megatron.prove.answering import run_and_exit, write_answer
+from grpo_megatron.prove.ranks import REQUESTS_FILE
 from grpo_megatron.prove.requests import CarryWeights
 
 _LIMIT = timedelta(seconds=60)
@@ -44,9 +43,7 @@ def main(folder: Path) -> None:
         of_request = PrefixStore(f"request-{number}", store)
         if rank == 0:
             answer = send(request, of_request, host)
-            partial = folder / "answer.partial"
-            partial.write_bytes(msgspec.json.encode(answer))
-            partial.replace(answer_file(folder, number))
+            write_answer(folder, number, answer)
         elif rank < len(request.gpus):
             receive(request, of_request, host, rank)
     store.set(f"done/{rank}", "")
@@ -55,12 +52,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    code = 0
-    try:
-        main(Path(sys.argv[1]))
-    except Exception as error:
-        traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = getattr(error, "exit_code", 1)
-    sys.stdout.flush()
-    os._exit(code)  # other members may wait for this one
+    run_and_exit(main)

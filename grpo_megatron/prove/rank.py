@@ -3,16 +3,12 @@
 It executes the requests of `FOLDER/requests.json` one after another; rank 0 writes the answers."""
 
 import gc
-import os
-import sys
-import traceback
 from pathlib import Path
-
-import msgspec
 
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.network import bind_gloo, own_address
-from grpo_megatron.prove.ranks import REQUESTS_FILE, answer_file
+from grpo_megatron.prove.answering import run_and_exit, write_answer
+from grpo_megatron.prove.ranks import REQUESTS_FILE
 from grpo_megatron.prove.requests import (
     Answer,
     MeasureMemory,
@@ -57,9 +53,7 @@ def main(folder: Path) -> None:
         seed_everything(1)
         answer = execute(request, layout)
         if info.rank == 0:
-            partial = folder / "answer.partial"
-            partial.write_bytes(msgspec.json.encode(answer))
-            partial.replace(answer_file(folder, number))
+            write_answer(folder, number, answer)
         gc.collect()
     shutdown()
 
@@ -92,12 +86,4 @@ def execute(request: Request, layout: TrainerConfig) -> Answer:
 
 
 if __name__ == "__main__":
-    code = 0
-    try:
-        main(Path(sys.argv[1]))
-    except Exception as error:
-        traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = getattr(error, "exit_code", 1)
-    sys.stdout.flush()
-    os._exit(code)  # other ranks may be inside a collective
+    run_and_exit(main)

@@ -54,15 +54,18 @@ def send(request: CarryWeights, store: Store, host: str) -> CarriedWeights:
         sender.finish()
         store.wait([_key(publish, rank) for rank in receivers])
         seconds = time.perf_counter() - started
-    found = []
+    received = []
+    changed: list[str] = []
     for rank in receivers:
-        found.append(msgspec.json.decode(store.get(_key(_NUM_PUBLISHES - 1, rank)), type=_Found))
+        found = msgspec.json.decode(store.get(_key(_NUM_PUBLISHES - 1, rank)), type=_Found)
+        received.append(found.digests)
+        changed += found.changed
     answer = CarriedWeights(
         links=dict(links),
         seconds=seconds,
         sent=dict(sender.digests),
-        received=[of_receiver.digests for of_receiver in found],
-        changed=[name for of_receiver in found for name in of_receiver.changed],
+        received=received,
+        changed=changed,
     )
     sender.close()
     return answer

@@ -152,7 +152,10 @@ def base_tensors(policy: Policy) -> list[torch.Tensor]:
 
 def adapter_tensors(policy: Policy) -> list[torch.nn.Parameter]:
     """List the parameters of this rank's adapters, in a fixed order."""
-    return [parameter for adapter in policy.adapters for parameter in adapter.parameters()]
+    parameters: list[torch.nn.Parameter] = []
+    for adapter in policy.adapters:
+        parameters += adapter.parameters()
+    return parameters
 
 
 def state_tensors(policy: Policy) -> list[torch.Tensor]:
