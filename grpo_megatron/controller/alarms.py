@@ -145,7 +145,8 @@ def unforeseen_staleness(limits: AlarmsConfig, distance: MovingMean) -> str:
     assert distance.newest is not None
     if abs(distance.newest) <= limits.staleness_distance:
         return ""
-    direction, remedy = "younger", "see idle/* for who waits"
+    direction = "younger"
+    remedy = "see idle/* for who waits"
     if distance.newest > 0:
         direction = "older"
         remedy = "look for steps that take much longer than the mean; lower batch.max_staleness"

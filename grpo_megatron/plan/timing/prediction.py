@@ -419,9 +419,11 @@ def _forecast(
     token_s = step.generation_s / flow.makespan
     if _batches_in_flight(config) > 1:  # its seconds are those of engines that never run empty
         token_s = step.generation_s * min(flow.slots, 2 * len(flow.answers)) / flow.tokens
-    record_s, after_s = step.overhead_s, 0.0
+    record_s = step.overhead_s
+    after_s = 0.0
     if flow.max_staleness:
-        record_s, after_s = after_s, record_s
+        record_s = 0.0
+        after_s = step.overhead_s
     seconds = FlowSeconds(
         token_s=token_s,
         reward_s=0.0,

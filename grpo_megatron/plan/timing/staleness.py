@@ -17,6 +17,7 @@ the result has a closed form, which tests hold the simulation against (docs/stal
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -393,14 +394,7 @@ class _Simulation:
 
     def _version_at(self, engine_s: float) -> int:
         """The newest version that engines had at this time of theirs."""
-        low, high = 0, len(self._came)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._came[middle] <= engine_s:
-                low = middle
-            else:
-                high = middle
-        return low
+        return max(bisect_right(self._came, engine_s) - 1, 0)
 
 
 def _idle(busy: float, passed: float) -> float:
