@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import socket
 import statistics
 import subprocess
@@ -35,6 +36,8 @@ from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.replica import serve_command
 from grpo_megatron.rollout.reply_reader import ReplyReader
 from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
+
+TOKEN = secrets.token_hex(16)
 
 Asked = list[tuple[tuple[int, ...], dict]]
 """Requests of one conversation to the engine: ids and settings."""
@@ -58,7 +61,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, config: RunConfig, directory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    argv, environment = serve_command(config, str(directory / "model"), 0, port)
+    argv, environment = serve_command(config, str(directory / "model"), 0, port, token=TOKEN)
     with open(directory / "server.log", "w") as log:
         server = subprocess.Popen(
             argv, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
@@ -72,7 +75,7 @@ def measure(options: argparse.Namespace, config: RunConfig, directory: Path) -> 
 
 async def compare(options: argparse.Namespace, model: Path, port: int, is_alive) -> None:
     sampler = make_sampler(model)
-    async with EngineClient(f"http://127.0.0.1:{port}") as engine:
+    async with EngineClient(f"http://127.0.0.1:{port}", token=TOKEN) as engine:
         await engine.wait_ready(600, is_alive)
         await engine.set_weight_version(0)
         ratios = []

@@ -35,7 +35,7 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.environments.protocol import Observation, Outcome, Reply, Step
 from grpo_megatron.environments.serve import serve
-from grpo_megatron.rollout.chunks import Chunk, ChunkProblem, ChunkPrompt
+from grpo_megatron.rollout.chunks import Chunk, ChunkProblem, ChunkPrompt, EngineAddress
 from grpo_megatron.rollout.episode_domains import episode_domains
 from grpo_megatron.rollout.worker_service import WorkerService
 from grpo_megatron.types import Problem
@@ -188,7 +188,8 @@ def chunk_of(options: argparse.Namespace, shard: Path, engine: str, num_prompts:
     longest = options.turns * (TURN_TOKENS + 32)
     shard.mkdir()
     path = str(shard / "rollout-0-000.safetensors")
-    return Chunk(path, 0, prompts, longest, greedy=False, engines=[engine], home=0)
+    address = EngineAddress(engine)
+    return Chunk(path, 0, prompts, longest, greedy=False, engines=[address], home=0)
 
 
 def stand_in(addresses: multiprocessing.Queue) -> None:

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import socket
 import statistics
 import subprocess
@@ -33,6 +34,8 @@ from grpo_megatron.rollout.replica import serve_command
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import read_metrics
 from grpo_megatron.types import Prompt
+
+TOKEN = secrets.token_hex(16)
 
 
 def main() -> None:
@@ -54,7 +57,7 @@ def main() -> None:
 def raw_speeds(config: RunConfig, run_dir: RunDir, steps: int) -> list[float]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    argv, environment = serve_command(config, str(run_dir.export), 0, port)
+    argv, environment = serve_command(config, str(run_dir.export), 0, port, token=TOKEN)
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             argv, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
@@ -73,7 +76,7 @@ async def sample(config: RunConfig, run_dir: RunDir, port: int, steps: int) -> l
         {d.name: d.weight for d in config.domains},
         config.seed,
     )
-    async with EngineClient(f"http://127.0.0.1:{port}") as client:
+    async with EngineClient(f"http://127.0.0.1:{port}", token=TOKEN) as client:
         await client.wait_ready(120)
         speeds = []
         for _ in range(-2, steps):  # two batches to warm up
@@ -99,7 +102,10 @@ async def raw_batch(
         "temperature": config.rollout.temperature,
         "stop_token_ids": list(stop),
     }
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession(
+        f"http://127.0.0.1:{port}", connector=connector, headers=headers
+    ) as session:
 
         async def one(prompt: Prompt) -> int:
             body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}

@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import random
+import secrets
 import socket
 import statistics
 import subprocess
@@ -35,6 +36,7 @@ from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.types import Prompt, RolloutGroup
 
+TOKEN = secrets.token_hex(16)
 VOCABULARY = 512
 
 
@@ -53,7 +55,7 @@ def main() -> None:
         make_model(directory / "model")
         config = make_config(options, directory / "model")
         if options.in_process:
-            environment = {**os.environ, **serve_command(config, "", 0, 0)[1]}
+            environment = {**os.environ, **serve_command(config, "", 0, 0, token=TOKEN)[1]}
             subprocess.run(
                 [
                     sys.executable,
@@ -71,7 +73,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, config: RunConfig, directory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    argv, environment = serve_command(config, str(directory / "model"), 0, port)
+    argv, environment = serve_command(config, str(directory / "model"), 0, port, token=TOKEN)
     with open(directory / "server.log", "w") as log:
         server = subprocess.Popen(
             argv, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
@@ -90,7 +92,7 @@ async def compare(options, config, directory, port, is_alive) -> None:
         for i in range(options.prompts)
     ]
     total = options.prompts * options.samples * options.tokens
-    async with EngineClient(f"http://127.0.0.1:{port}") as client:
+    async with EngineClient(f"http://127.0.0.1:{port}", token=TOKEN) as client:
         await client.wait_ready(120, is_alive)
         await client.set_weight_version(0)
         worker = RolloutWorker(config, ReplicaPool([client]))
@@ -129,7 +131,10 @@ async def raw(config: RunConfig, port: int, prompts: list[Prompt], options) -> l
     )
     jobs = [(p, g) for p in prompts for g in (range(options.samples) if single else [None])]
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession(
+        f"http://127.0.0.1:{port}", connector=connector, headers=headers
+    ) as session:
 
         async def one(prompt: Prompt, sample: int | None):
             sampling = {

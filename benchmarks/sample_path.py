@@ -40,6 +40,7 @@ from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.network import LOOPBACK, Endpoint, wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout import worker_service, workers
+from grpo_megatron.rollout.chunks import EngineAddress
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.generate import GenerateRequest
@@ -155,8 +156,8 @@ class InstantWorker(worker_service.WorkerService):
 
     answer: Completion
 
-    def make_client(self, address: str, name: str) -> EngineClient:
-        return InstantEngine(address, name, self.answer)
+    def make_client(self, address: EngineAddress, name: str) -> EngineClient:
+        return InstantEngine(address.url, name, self.answer)
 
 
 def made_answer(options: argparse.Namespace) -> Completion:

@@ -28,6 +28,7 @@ from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.launch.processes import stop_all
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rollout.chunks import EngineAddress
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.worker_service import WorkerService
 from grpo_megatron.rollout.workers import RolloutWorkers, WorkerPool
@@ -93,8 +94,8 @@ class ForcedLengthWorker(WorkerService):
 
     lengths: dict[tuple[int, ...], list[int]]  # by prompt
 
-    def make_client(self, address: str, name: str) -> EngineClient:
-        client = ForcedLengthClient(address, name)
+    def make_client(self, address: EngineAddress, name: str) -> EngineClient:
+        client = ForcedLengthClient(address.url, name, token=address.token)
         client.lengths = self.lengths
         return client
 

@@ -175,7 +175,8 @@ async def running_engine(config: RunConfig, run_dir: RunDir) -> AsyncIterator[En
         found = await asyncio.to_thread(
             wait_for_endpoint, file, limit_s, lambda: server.alive, EngineError
         )
-        async with EngineClient(f"http://{found.host}:{found.port}", server.name) as client:
+        url = f"http://{found.host}:{found.port}"
+        async with EngineClient(url, server.name, token=found.token) as client:
             await client.wait_ready(limit_s, lambda: server.alive)
             yield client
     finally:

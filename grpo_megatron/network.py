@@ -7,10 +7,11 @@ connects them (`GRPO_MEGATRON_NODES`), or on `GRPO_MEGATRON_INTERFACE` where the
 import contextlib
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -29,7 +30,7 @@ class Endpoint:
 
     host: str
     port: int
-    token: str = ""
+    token: str = field(default="", repr=False)
 
     def write(self, path: Path) -> None:
         """Atomically, readable by the owner only."""
@@ -42,6 +43,14 @@ class Endpoint:
     def read(cls, path: Path) -> Self:
         """What another process has written."""
         return cls(**json.loads(path.read_text()))
+
+
+def carries_token(authorization: str, token: str) -> bool:
+    """Whether the header `Authorization` of a request is `Bearer` and this token. Takes as long for
+    every wrong one, so that nobody learns from it how much of it is right."""
+    scheme, _, given = authorization.partition(" ")
+    is_right = secrets.compare_digest(given.strip().encode(errors="replace"), token.encode())
+    return is_right and scheme.lower() == "bearer"
 
 
 def wait_for_endpoint(

@@ -31,7 +31,10 @@ async def connect_engine(config: RunConfig, run_dir: RunDir, index: int) -> Engi
     while True:
         endpoint = await _published(config, run_dir, name)
         client = EngineClient(
-            f"http://{endpoint.host}:{endpoint.port}", name, config.rollout.request_timeout_s
+            f"http://{endpoint.host}:{endpoint.port}",
+            name,
+            config.rollout.request_timeout_s,
+            token=endpoint.token,
         )
         try:
             if await _is_ready(config, run_dir, client, endpoint):

@@ -16,6 +16,8 @@ from grpo_megatron.network import Endpoint, own_address
 from grpo_megatron.trainer.protocol import encode, raise_reply
 from grpo_megatron.trainer.requests import Answer, Request, Stop, read_answer, to_json_values
 
+_HELLO_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunState:
@@ -47,11 +49,20 @@ class TrainerLink:
         Endpoint(host, self._server.sockets[0].getsockname()[1], self._token).write(path)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = json.loads(await reader.readline() or "{}")
-        if hello.get("token") == self._token and not self._connected.done():
+        if await self._is_trainer(reader) and not self._connected.done():
             self._connected.set_result((reader, writer))
         else:
             writer.close()
+
+    async def _is_trainer(self, reader: asyncio.StreamReader) -> bool:
+        """Whether who connected says the token, within ten seconds."""
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                hello = json.loads(await reader.readline())
+            given = str(hello["token"])
+        except (OSError, TimeoutError, ValueError, LookupError, TypeError):
+            return False
+        return secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
 
     async def call(self, request: Request[Answer]) -> Answer:
         """Have all ranks execute `request`. Raises what rank 0 reports; TrainerError when it has

@@ -32,7 +32,7 @@ from grpo_megatron.environments.protocol import Environment, Unscorable
 from grpo_megatron.environments.remote import CloseRequest, ResetRequest, StepRequest
 from grpo_megatron.environments.wire import ENCODER, LONGEST_LINE, PackedObservation, PackedStep
 from grpo_megatron.errors import EpisodeError, GrpoMegatronError
-from grpo_megatron.network import LOOPBACK, Endpoint, own_address
+from grpo_megatron.network import LOOPBACK, Endpoint, carries_token, own_address
 from grpo_megatron.types import Problem
 
 _DOMAIN = "served"
@@ -85,8 +85,8 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), self._token.encode()):
+        given = request.headers.get("Authorization", "")
+        if self._token and not carries_token(given, self._token):
             return _json({"reason": "the token is missing or wrong"}, 401)
         try:
             return await handler(request)

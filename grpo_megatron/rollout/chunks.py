@@ -27,6 +27,16 @@ class ChunkPrompt(msgspec.Struct, frozen=True):
     """In a domain with an environment."""
 
 
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where an engine answers, and the token that it wants."""
+
+    url: str
+    token: str = ""
+
+    def __repr__(self) -> str:
+        return f"EngineAddress({self.url!r})"  # logs have no secret
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """Some prompts of a call, to be sampled by one worker and written as one shard."""
 
@@ -39,8 +49,8 @@ class Chunk(msgspec.Struct, frozen=True):
     """Longest completion."""
     greedy: bool
     """The most likely completion, without routes."""
-    engines: list[str | None]
-    """Addresses by replica; None: not to be asked."""
+    engines: list[EngineAddress | None]
+    """By replica; None: not to be asked."""
     home: int
     """The replica that is asked first."""
 

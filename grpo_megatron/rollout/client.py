@@ -25,20 +25,33 @@ class EngineUnreachable(EngineError):
 
 class EngineClient(contextlib.AbstractAsyncContextManager):
     """One replica, which errors call `name`. Make and use it within one event loop, `close` it when
-    done (or `async with`). `request_timeout_s` limits one generation.
+    done (or `async with`). `request_timeout_s` limits one generation. Requests carry the server's
+    `token`, if it has one.
 
     Attributes:
         prefix_cache: What the answers said of the engine's prefix cache."""
 
-    def __init__(self, base_url: str, name: str | None = None, request_timeout_s: float = 600.0):
+    def __init__(
+        self,
+        base_url: str,
+        name: str | None = None,
+        request_timeout_s: float = 600.0,
+        *,
+        token: str = "",
+    ):
         self.base_url = base_url
+        self.token = token
         self.name = name or base_url
         self.prefix_cache = PrefixCacheCounts()
         self._request_timeout_s = request_timeout_s
         # The caller bounds concurrency; a second limit here would only hide it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        headers = {}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
         self._session = aiohttp.ClientSession(
             connector=connector,
+            headers=headers,
             auto_decompress=False,
             json_serialize=lambda request: msgspec.json.encode(request).decode(),
         )

@@ -5,6 +5,7 @@ tensor parallelism over several nodes it is started once on each of them; the fi
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from grpo_megatron.network import (
 )
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.hf_config import engine_overrides
+from grpo_megatron.rollout.plugin import engine_token
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rollout.server_progress import PATH_VARIABLE
 from grpo_megatron.rundir import RunDir
@@ -48,7 +50,9 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     host = own_address()
     bind_gloo(host)
     port = _inherited_port(host)
-    argv, env = serve_command(config, str(config.model.path or run_dir.model), index, port, host)
+    token = secrets.token_hex(16)
+    model = str(config.model.path or run_dir.model)
+    argv, env = serve_command(config, model, index, port, host, token=token)
     # The trainer publishes its weights before anything is sampled; a made-up model has none yet.
     argv += ["--load-format", "dummy"]
     if nodes > 1:
@@ -58,7 +62,7 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
         head = wait_for_endpoint(group, config.rollout.startup_timeout_s, error=EngineError)
         argv += multi_node_arguments(config.rollout, nodes, node, head)
     if node == 0:
-        Endpoint(host, port).write(run_dir.endpoints / f"{name}.json")
+        Endpoint(host, port, token).write(run_dir.endpoints / f"{name}.json")
     env[PATH_VARIABLE] = str(role_progress.absolute())
     os.execve(argv[0], argv, {**os.environ, **env, **_gpus(config, index)})
 
@@ -127,16 +131,24 @@ def _gpus(config: RunConfig, index: int) -> dict[str, str]:
 
 
 def serve_command(
-    config: RunConfig, model_path: str, replica: int, port: int, host: str = LOOPBACK
+    config: RunConfig,
+    model_path: str,
+    replica: int,
+    port: int,
+    host: str = LOOPBACK,
+    *,
+    token: str,
 ) -> tuple[list[str], dict[str, str]]:
     """What to start for one replica: `argv`, and variables to add to the environment, from
-    `engine.toml`. Unseeded requests of each replica have random numbers of their own. vLLM's
-    control routes have no authentication: `host` is loopback, or in a network of this job only."""
+    `engine.toml`. Unseeded requests of each replica have random numbers of their own.
+
+    token: what every request to the server must carry, see `plugin.engine_token`."""
     rollout = config.rollout
     values = {
         "seed": derive_seed(config.seed, "engine", replica),
         "num_threads": num_threads(config),
         "max_logprobs": rollout.truncation.get("logprobs", 1),
+        "middleware": engine_token.MIDDLEWARE,
     }
     conditions = {
         "samples": True,
@@ -144,6 +156,7 @@ def serve_command(
         "gpu_colocated": config.placement.mode == "colocated" and not is_cpu_engine(),
     }
     words, environment = _from_tables(rollout, model_path, (host, port), values, conditions)
+    environment[engine_token.VARIABLE] = token
     argv = [sys.executable, "-m", "grpo_megatron.rollout.serve", *words]
     return [*argv, *rollout.engine_arguments], environment
 

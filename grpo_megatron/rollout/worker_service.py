@@ -20,8 +20,8 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.errors import EngineError, GrpoMegatronError, describe_error
-from grpo_megatron.network import Endpoint, own_address
-from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, SampledChunk
+from grpo_megatron.network import Endpoint, carries_token, own_address
+from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, EngineAddress, SampledChunk
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
@@ -57,7 +57,7 @@ class WorkerService:
         self._stop_token_ids = stop_token_ids
         self._decode = decode
         self._route_shape = recorded_shape(config)
-        self._clients: dict[tuple[int, str], EngineClient] = {}
+        self._clients: dict[tuple[int, EngineAddress], EngineClient] = {}
         self._num_chunks = 0  # that are being sampled
 
     async def sample(self, chunk: Chunk) -> SampledChunk:
@@ -124,11 +124,12 @@ class WorkerService:
         for client in self._clients.values():
             await client.close()
 
-    def make_client(self, address: str, name: str) -> EngineClient:
+    def make_client(self, address: EngineAddress, name: str) -> EngineClient:
         """A client of the engine at `address`."""
-        return EngineClient(address, name, self._config.rollout.request_timeout_s)
+        limit_s = self._config.rollout.request_timeout_s
+        return EngineClient(address.url, name, limit_s, token=address.token)
 
-    def _engines(self, addresses: Sequence[str | None]) -> list[EngineClient | None]:
+    def _engines(self, addresses: Sequence[EngineAddress | None]) -> list[EngineClient | None]:
         """Clients by replica, which are kept from chunk to chunk."""
         clients: list[EngineClient | None] = []
         for index, address in enumerate(addresses):
@@ -171,8 +172,7 @@ def application(service: WorkerService, token: str) -> web.Application:
     500 and its description."""
 
     async def sample(request: web.Request) -> web.Response:
-        given = request.headers.get("Authorization", "")
-        if not secrets.compare_digest(given, f"Bearer {token}"):
+        if not carries_token(request.headers.get("Authorization", ""), token):
             return web.Response(status=401)
         try:
             chunk = msgspec.json.decode(await request.read(), type=Chunk)

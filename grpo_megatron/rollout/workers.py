@@ -19,7 +19,13 @@ from grpo_megatron.batching.spool import SpoolDirectory, StoredShard
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError, raise_described
 from grpo_megatron.network import Endpoint
-from grpo_megatron.rollout.chunks import Chunk, ChunkProblem, ChunkPrompt, SampledChunk
+from grpo_megatron.rollout.chunks import (
+    Chunk,
+    ChunkProblem,
+    ChunkPrompt,
+    EngineAddress,
+    SampledChunk,
+)
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.prefix_cache import prefix_cache_metrics
 from grpo_megatron.rollout.segments import finish_or_cancel
@@ -377,9 +383,9 @@ class _Call:
                     problem,
                 )
             )
-        addresses: list[str | None] = [None] * (self._engines.replicas[-1].index + 1)
+        addresses: list[EngineAddress | None] = [None] * (self._engines.replicas[-1].index + 1)
         for alive in self._engines.alive:
-            addresses[alive.index] = alive.client.base_url
+            addresses[alive.index] = EngineAddress(alive.client.base_url, alive.client.token)
         # a name of its own also when a part is asked again: the lost worker may still write
         name = f"rollout-{replica.index}-{next(self._shard_numbers):03d}.safetensors"
         return Chunk(

@@ -30,7 +30,7 @@ def engine_configuration(config: RunConfig, folder: Path, *further: str) -> dict
     from grpo_megatron.rollout.plugin import register
 
     with pytest.MonkeyPatch.context() as patch:
-        argv, environment = replica.serve_command(config, str(folder), 0, 8000)
+        argv, environment = replica.serve_command(config, str(folder), 0, 8000, token="t")
         for name, value in environment.items():
             patch.setenv(name, value)
         register()

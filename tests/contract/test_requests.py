@@ -43,7 +43,9 @@ def routes_of_a_server(tasks: tuple[str, ...]) -> set[tuple[str, str]]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     with pytest.MonkeyPatch.context() as patch:
-        argv, environment = replica.serve_command(resolve(RECIPE).config, "/model", 0, 8000)
+        argv, environment = replica.serve_command(
+            resolve(RECIPE).config, "/model", 0, 8000, token="t"
+        )
         for name, value in environment.items():
             patch.setenv(name, value)
         words = argv[argv.index("grpo_megatron.rollout.serve") + 1 :]

@@ -281,9 +281,9 @@ async def until(condition):
             await asyncio.sleep(0.02)
 
 
-def publish_address(run_dir, name, url):
+def publish_address(run_dir, name, url, token=""):
     host, _, port = url.removeprefix("http://").partition(":")
-    Endpoint(host, int(port)).write(run_dir.endpoints / f"{name}.json")
+    Endpoint(host, int(port), token).write(run_dir.endpoints / f"{name}.json")
 
 
 def test_a_new_address_is_connected_to_and_an_old_one_is_not(tmp_path, monkeypatch):
@@ -303,9 +303,10 @@ def test_a_new_address_is_connected_to_and_an_old_one_is_not(tmp_path, monkeypat
                 assert not pool.alive
                 (run_dir.endpoints / "rollout-0.json").unlink()  # the supervisor does
                 await asyncio.sleep(0.3)
-                publish_address(run_dir, "rollout-0", new.url)
+                publish_address(run_dir, "rollout-0", new.url, "its own token")
                 await until(lambda: pool.alive)
                 assert pool.alive[0].client.base_url == new.url
+                assert pool.alive[0].client.token == "its own token"
                 await until(lambda: run_dir.events.exists())
             [event] = read_events(run_dir.events)
             assert (event["kind"], event["role"]) == ("joined", "rollout-0")

@@ -27,7 +27,7 @@ def test_the_recipe_breaks_no_rule_and_fits(tmp_path, name, num_gpus):
     conditions = Conditions(device="cuda", num_gpus=num_gpus, capability=(9, 0))
     config = resolved(tmp_path, RUNS[name], conditions)
     assert not memory_problems(config, plan_of(config))
-    command, _ = serve_command(config, str(tmp_path / "model"), 0, 1234)
+    command, _ = serve_command(config, str(tmp_path / "model"), 0, 1234, token="t")
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"
     assert ("--enforce-eager" in RUNS[name].engine_arguments) == (name != "dense")
     shares_a_gpu = config.placement.mode == "colocated" or config.placement.gpus_per_node == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -149,13 +150,15 @@ class Server:
     process: subprocess.Popen
     log: Path
     name: str
+    token: str
 
     @classmethod
     def start(cls, name: str, checkpoint: Path, directory: Path, **rollout) -> Server:
         config = make_config(**rollout)
+        token = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        argv, environment = serve_command(config, str(checkpoint), 0, port)
+        argv, environment = serve_command(config, str(checkpoint), 0, port, token=token)
         log = directory / f"{name}.log"
         with open(log, "w") as file:
             process = subprocess.Popen(
@@ -166,10 +169,11 @@ class Server:
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, os.getpid()),  # of a session that is ended
             )
-        return cls(config, checkpoint, port, process, log, name)
+        return cls(config, checkpoint, port, process, log, name, token)
 
     def client(self) -> EngineClient:
-        return EngineClient(f"http://127.0.0.1:{self.port}", name=self.name, request_timeout_s=300)
+        url = f"http://127.0.0.1:{self.port}"
+        return EngineClient(url, name=self.name, request_timeout_s=300, token=self.token)
 
     def wait(self) -> None:
         async def ready() -> None:

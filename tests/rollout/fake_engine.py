@@ -59,6 +59,7 @@ class FakeEngine:
         self.cached: Callable[[dict], int | None] = lambda request: None
         self.running = self.most_running = self.cancelled = 0
         self.url = ""
+        self.token = ""
         self.runner: web.AppRunner | None = None
 
     async def answer(self, request: dict) -> web.Response:
@@ -68,6 +69,9 @@ class FakeEngine:
         return web.json_response(answered)
 
     async def _generate(self, http_request: web.Request) -> web.StreamResponse:
+        given = http_request.headers.get("Authorization", "")
+        if self.token and given != f"Bearer {self.token}":
+            return web.Response(status=401)
         request = await http_request.json()
         self.requests.append(request)
         self.running += 1

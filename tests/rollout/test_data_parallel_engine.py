@@ -128,7 +128,7 @@ def test_engines_of_a_server_on_two_nodes(checkpoint, tmp_path):
     parts = []
     try:
         for node in range(2):
-            argv, environment = serve_command(config, str(checkpoint), 0, ports[node])
+            argv, environment = serve_command(config, str(checkpoint), 0, ports[node], token="t")
             argv += multi_node_arguments(config.rollout, 2, node, head)
             with open(tmp_path / f"{node}.log", "w") as log:
                 parts.append(
@@ -138,8 +138,10 @@ def test_engines_of_a_server_on_two_nodes(checkpoint, tmp_path):
                 )
         weights = weights_of(checkpoint)
 
+        url = f"http://127.0.0.1:{ports[0]}"
+
         async def run():
-            async with EngineClient(f"http://127.0.0.1:{ports[0]}", name="wide") as client:
+            async with EngineClient(url, name="wide", token="t") as client:
                 await client.wait_ready(1200, lambda: all(part.poll() is None for part in parts))
                 await Trainer(weights).publish([client], weights, 1)
                 return await sample(client)

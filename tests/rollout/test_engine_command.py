@@ -8,14 +8,17 @@ import pytest
 
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout import replica
+from grpo_megatron.rollout.plugin import engine_token
 from grpo_megatron.rollout.segments import derive_seed
 from tests.e2e.family_models import settings_of
 from tests.rollout.engines import make_config
 
+TOKEN = "secret-of-the-server"
+
 
 def command(monkeypatch, on_cpu: bool, index: int = 0, host: str = "127.0.0.1", **rollout):
     monkeypatch.setattr(replica, "is_cpu_engine", lambda: on_cpu)
-    return replica.serve_command(make_config(**rollout), "/model", index, 8000, host)
+    return replica.serve_command(make_config(**rollout), "/model", index, 8000, host, token=TOKEN)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -35,6 +38,9 @@ def test_what_every_server_needs(monkeypatch, on_cpu):
     assert "--enable-return-routed-experts" not in text
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+    assert argv[argv.index("--middleware") + 1] == engine_token.MIDDLEWARE
+    assert environment[engine_token.VARIABLE] == TOKEN and TOKEN not in text
+    assert environment["VLLM_API_KEY"] == ""
 
 
 def test_a_server_that_scores_text_is_vllms_own(monkeypatch):
@@ -156,12 +162,12 @@ def test_a_checkpoint_of_latent_attention(monkeypatch, tmp_path):
     """Its config.json is completed, and its attention does not depend on what the CPU can do."""
     (tmp_path / "config.json").write_text(json.dumps(settings_of("moonlight")))
     monkeypatch.setattr(replica, "is_cpu_engine", lambda: True)
-    argv, _ = replica.serve_command(make_config(), str(tmp_path), 0, 8000)
+    argv, _ = replica.serve_command(make_config(), str(tmp_path), 0, 8000, token=TOKEN)
     overrides = json.loads(argv[argv.index("--hf-overrides") + 1])
     assert overrides["topk_method"] == "noaux_tc"
     assert argv[argv.index("--attention-backend") + 1] == "CPU_MLA"
     monkeypatch.setattr(replica, "is_cpu_engine", lambda: False)
-    argv, _ = replica.serve_command(make_config(), str(tmp_path), 0, 8000)
+    argv, _ = replica.serve_command(make_config(), str(tmp_path), 0, 8000, token=TOKEN)
     assert "--attention-backend" not in argv and "--hf-overrides" in argv
 
 

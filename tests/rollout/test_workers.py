@@ -35,7 +35,9 @@ def run(tmp_path, scenario, engines: int = 1, workers=None, **rollout):
             started = await stack.enter_async_context(fake_engines(engines))
             clients, serving, found = [], [], {}
             for index, engine in enumerate(started):
-                client = EngineClient(engine.url, f"rollout-{index}", request_timeout_s=2)
+                engine.token = f"token of {index}"
+                name = f"rollout-{index}"
+                client = EngineClient(engine.url, name, request_timeout_s=2, token=engine.token)
                 clients.append(await stack.enter_async_context(client))
                 service = WorkerService(config, decode=lambda ids: ",".join(map(str, ids)))
                 stack.push_async_callback(service.close)
