@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -192,7 +192,11 @@ class WeightsToEngine:
 
     async def publish(self, version: int) -> None:
         """Stream all weights; digests of both ends are compared before the engine goes on."""
-        await self.target.publish(version, lambda: asyncio.to_thread(self.source.send, version))
+
+        async def send() -> Mapping[str, str]:
+            return (await asyncio.to_thread(self.source.send, version)).digests
+
+        await self.target.publish(version, send)
 
 
 async def connect(config: RunConfig, policy: Policy, engine: EngineClient) -> WeightsToEngine:

@@ -125,14 +125,26 @@ _OWN_ARGUMENTS = {
 """Arguments of vLLM that add workers, which placement, publishing and the plan count by fields."""
 
 
+_SECRET_ARGUMENTS = ("--api-key", "--hf-token")
+
+
 @ENGINE_RULES.rule("engine_arguments")
 def fields_say_what_fields_are_for(
     rollout: RolloutConfig, model: ModelFacts, cpu: bool
 ) -> list[Violation]:
-    """Refuse arguments that add workers behind the back of all checks."""
+    """Refuse arguments that add workers behind the back of all checks, and keys: arguments stand in
+    config.json and in the list of processes."""
     violations = []
     for argument in rollout.engine_arguments:
         name = argument.partition("=")[0].replace("_", "-")  # vLLM takes both
+        if name in _SECRET_ARGUMENTS:
+            violations.append(
+                Violation(
+                    "rollout.engine_arguments",
+                    f"{name} would show a secret to everybody who lists processes",
+                    remedy="leave it out: rollout servers have a token of their own",
+                )
+            )
         field = _OWN_ARGUMENTS.get(name)
         if field is not None:
             violations.append(
