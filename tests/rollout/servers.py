@@ -21,7 +21,8 @@ class EngineCheckpoints:
 
 @dataclass
 class Servers:
-    """Each test brings the weights that it wants into them."""
+    """Each test brings the weights that it wants into them. The last test of `test_engine.py` ends
+    `dense`: who needs a real server in another file takes another one."""
 
     dense: Server
     moe: Server  # records routes, deterministic, and may be asked for all log-probs

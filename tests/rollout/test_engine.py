@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from pathlib import Path
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
 
 from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.rollout_worker import RolloutWorker
@@ -365,6 +368,58 @@ def test_refusals_are_not_retried(servers):
 
     with pytest.raises(EngineError, match="400"):
         asyncio.run(run())
+
+
+def test_a_real_server_refuses_strangers_at_every_route(servers):
+    """Its own list of routes, those of vLLM's development mode among them."""
+
+    async def run() -> dict[str, int]:
+        url = f"http://127.0.0.1:{servers.dense.port}"
+        async with servers.dense.client() as client:
+            routes = (await client.control("/openapi.json", method="GET"))["paths"]
+        found = {}
+        async with aiohttp.ClientSession(url) as session:
+            for path, methods in routes.items():
+                for method in methods:
+                    async with session.request(method, path) as response:
+                        found[f"{method.upper()} {path}"] = response.status
+        return found
+
+    statuses = asyncio.run(run())
+    assert statuses.pop("GET /health") == 200
+    for route in (
+        "POST /collective_rpc",
+        "POST /inference/v1/generate",
+        "POST /pause",
+        "POST /reset_prefix_cache",
+        "POST /update_weights",
+        "POST /v1/completions",
+    ):
+        assert route in statuses
+    assert set(statuses.values()) == {401}
+
+
+def test_a_wrong_token_is_told_to_who_has_it(servers):
+    async def run():
+        url = f"http://127.0.0.1:{servers.dense.port}"
+        async with EngineClient(url, "dense", token="another one") as client:
+            await client.reset_prefix_cache()
+
+    with pytest.raises(EngineError, match=r"401.*the token is missing or wrong"):
+        asyncio.run(run())
+
+
+def test_no_command_line_has_the_token(servers):
+    """That of the server and of what it has started, as `ps` shows them to everybody."""
+    shown = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            shown.append(file.read_bytes())
+        except OSError:
+            continue  # it has ended
+    assert any(b"grpo_megatron.rollout.serve" in line for line in shown)
+    assert not any(servers.dense.token.encode() in line for line in shown)
+    assert servers.dense.token not in servers.dense.log.read_text()
 
 
 def test_killed_server_ends_in_a_clear_error(checkpoints, servers, tmp_path):
