@@ -125,4 +125,6 @@ class GateError(GrpoMegatronError, exit_code=11):
     """A run has finished and missed a gate of its recipe."""
 
 
+CRASHED_EXIT_CODE = 1
+"""Of a process that ended by an error without a name here: of a library, of the machine."""
 INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C, as shells report it

@@ -595,12 +595,25 @@ class RunConfig(Strict):
         return self.trainer.num_ranks + self.num_replicas * rollout.num_workers
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether trainer and engines take turns on the same GPUs."""
+        return self.placement.mode == "colocated" and self.placement.gpus_per_node > 0
+
+    @property
     def engine_restarts(self) -> int:
         """Times that a server is started again. The trainer may have filled the GPUs that it shares
         with engines, so that a start would fail, or make the trainer fail."""
-        if self.placement.mode == "colocated" and self.placement.gpus_per_node > 0:
+        if self.shares_gpus:
             return 0
         return self.rollout.max_restarts
+
+    @property
+    def trainer_restarts(self) -> int:
+        """Times that training is started again while engines go on serving. Where they share GPUs,
+        engines may have filled these, so that the trainer's start would fail."""
+        if self.shares_gpus:
+            return 0
+        return self.trainer.max_restarts
 
     @property
     def trains(self) -> bool:

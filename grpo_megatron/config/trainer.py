@@ -63,6 +63,11 @@ class TrainerConfig(Strict):
     """CPU: threads a rank; default: cores divided by ranks."""
     command_timeout_s: float = Field(1800.0, gt=0)
     """How long one trainer command may take."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that training is started again within the run, from the newest checkpoint, when a rank
+    was killed, crashed or hung, each time after twice the pause; engines go on serving
+    (docs/faults.md). An error of its own, such as a loss that is no number, ends the run at once;
+    0: so does every death. Not where engines share GPUs with the trainer."""
 
     @property
     def attention_ranks(self) -> int:

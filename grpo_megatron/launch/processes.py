@@ -105,6 +105,12 @@ class ChildProcess:
         """Say how it ended; it has."""
         return End(self.name, self.exit_code or 0, self.log)
 
+    def close_pipes(self) -> None:
+        """Close those of a piped child that has ended."""
+        for pipe in (self.started.stdin, self.started.stdout):
+            if pipe is not None:
+                pipe.close()
+
     def tell(self, line: str) -> None:
         """Write to its standard input; one that has gone is not an error."""
         stdin = self.started.stdin

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_megatron.config.run import RunConfig
@@ -92,6 +93,12 @@ class LocalProcesses:
     def kill(self, child: ChildProcess) -> None:
         """End a child at once, also a stopped one."""
         child.signal_group(signal.SIGKILL)
+
+    def end(self, children: Sequence[ChildProcess]) -> None:
+        """End some at once while the others go on; they have ended when this returns."""
+        for child in children:
+            self.kill(child)
+        stop_all(children, grace_s=0.0)
 
     def _child(
         self,

@@ -53,10 +53,19 @@ class Step(ChildProcess):
     """An srun. Its log has srun's own words; every task has a log of its own."""
 
     task_log: str = ""  # `%t` is the number of the task
+    log_start: int = 0
+    """Where in the log its own words begin, behind those of one with its name before it."""
+
+    def start(self) -> None:
+        """As of every child; it is killed when the supervisor dies."""
+        if self.log.exists():
+            self.log_start = self.log.stat().st_size
+        super().start()
 
     def end(self) -> End:
         """Of the task that ended first; srun's own exit code is the highest of all."""
-        words = _TASK_ENDED.search(self.log.read_text(errors="replace"))
+        said = self.log.read_bytes()[self.log_start :].decode(errors="replace")
+        words = _TASK_ENDED.search(said)
         if not words:
             return super().end()
         code = int(words[2] or _SIGNALS.get(words[3], 1))
@@ -286,10 +295,15 @@ class SlurmSteps:
 
     def kill(self, child: ChildProcess) -> None:
         """End a step at once: Slurm kills its tasks where srun is told twice."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.started.pid, signal.SIGTERM)
-            time.sleep(0.2)
-            os.kill(child.started.pid, signal.SIGTERM)
+        _tell_twice([child])
+
+    def end(self, children: Sequence[ChildProcess]) -> None:
+        """End some steps at once while the others go on; they have ended when this returns."""
+        _tell_twice(children)
+        deadline = time.monotonic() + GRACE_S
+        while any(child.alive for child in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stop_all(children, grace_s=0.0)
 
     def _step(
         self,
@@ -356,6 +370,17 @@ class SlurmSteps:
             *shlex.split(os.environ.get("GRPO_MEGATRON_SRUN_FLAGS", "")),
             *shlex.split(os.environ.get("GRPO_MEGATRON_ENTER", "")),
         ]
+
+
+def _tell_twice(steps: Sequence[ChildProcess]) -> None:
+    """Have Slurm kill the tasks of steps that have not ended."""
+    for number in range(2):
+        if number > 0:
+            time.sleep(0.2)
+        for step in steps:
+            if step.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(step.started.pid, signal.SIGTERM)
 
 
 def _components() -> list[list[str]]:

@@ -1,15 +1,17 @@
 """Start the roles of a run, watch them, end them together.
 
 A finished controller ends the run. A dead rollout server, rollout worker or environment server is
-started again, up to `rollout.max_restarts` times. A dead trainer rank, a dead controller, the last
-dead rollout server, rollout worker, reward host or server of a domain's environment that is not
-started again end the run with an error that shows the dead one's last lines."""
+started again, up to `rollout.max_restarts` times. Where a trainer rank dies, all ranks, the
+controller and the rollout workers begin again at the newest checkpoint, up to
+`trainer.max_restarts` times, while the others stay. A dead controller, and the last dead one of any
+role that is not started again, end the run with an error that shows the dead one's last lines."""
 
 import contextlib
 import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +19,22 @@ from typing import Any
 from grpo_megatron import errors
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.launch.processes import ChildProcess, End, stop_all, wait_readable
-from grpo_megatron.launch.restarts import Restarts
+from grpo_megatron.launch.restarts import (
+    Restarts,
+    first_cause,
+    may_train_again,
+    was_killed,
+)
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.watcher import Watcher
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.screen import make_screen
+
+_SETTLE_S = 5.0
+"""Within this the ranks end that lost one: who was first is known then."""
+_TRAINING = "training"
+"""Under this its restarts are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,7 @@ class Supervisor:
         self._restarts = Restarts(self.config.engine_restarts)
         # these need no GPU that the trainer may have filled
         self._environment_restarts = Restarts(self.config.rollout.max_restarts)
+        self._training_restarts = Restarts(self.config.trainer_restarts)
         self.watcher: Watcher | None = None
         self._child_of: dict[str, ChildProcess] = {}  # by role
         self._told_hangs: dict[str, str] = {}
@@ -79,6 +92,7 @@ class Supervisor:
             for child in self.children:
                 child.start()
                 append_event(self.run_dir.events, "started", role=child.name, pid=child.started.pid)
+            os.set_blocking(self.controller.output, False)
             self._start_watcher()
             if self.interrupts:  # before there was a controller
                 self.controller.tell("stop")
@@ -118,17 +132,24 @@ class Supervisor:
             write_tiny_model(self.run_dir.model, load_preset(self.config.model.preset))
 
     def _watch(self) -> int:
-        output = self.controller.output
-        os.set_blocking(output, False)
         while True:
+            output = self.controller.output
             for fd in wait_readable(self._watched(), [output], timeout_s=1.0):
                 self._read_messages(fd)
             if self.interrupts > 1:
                 return errors.INTERRUPTED_EXIT_CODE
-            if not self.controller.alive:
+            has_ended = not self.controller.alive
+            if has_ended:
                 self._read_messages(output)
-                return self._controller_ended()
-            self._check_trainers()
+                if self.controller.exit_code in (0, errors.INTERRUPTED_EXIT_CODE):
+                    return self.controller.exit_code
+            ends = self._trainer_ends()
+            if ends:
+                if not self._train_again(ends):
+                    return errors.INTERRUPTED_EXIT_CODE
+                continue
+            if has_ended:
+                raise self._controller_error()
             self._check_replicas()
             self._check_workers()
             self._check_reward_hosts()
@@ -148,13 +169,11 @@ class Supervisor:
                 watched.append(child)
         return watched
 
-    def _controller_ended(self) -> int:
-        code = self.controller.exit_code or 0
-        if code in (0, errors.INTERRUPTED_EXIT_CODE):
-            return code
+    def _controller_error(self) -> errors.GrpoMegatronError:
+        """What to raise for a controller that failed while no trainer rank did; raises what else it
+        was only the first to notice."""
         self._restarts.most = 0  # the run ends
         self._environment_restarts.most = 0
-        self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
         self._check_workers()
         self._check_reward_hosts()
@@ -165,17 +184,107 @@ class Supervisor:
             error = errors.GrpoMegatronError(self._words["failure"], where=where)
         else:  # it was killed, or died without a word
             error = errors.GrpoMegatronError(str(end), where=where, remedy=self.remedy)
-        error.exit_code = code
-        raise error
+        error.exit_code = end.exit_code
+        return error
 
-    def _check_trainers(self) -> None:
-        for trainer in self.trainers:
-            if trainer.exit_code:  # 0: told to stop
-                end = self._died(trainer)
-                error = errors.TrainerError(str(end), where=str(end.log), remedy=self.remedy)
-                if 2 <= end.exit_code <= 11:
-                    error.exit_code = end.exit_code  # the rank's own error class
-                raise error
+    # --- training, which begins again as a whole
+
+    def _trainer_ends(self) -> list[End]:
+        """How trainer ranks failed; empty: none did.
+
+        Ranks and the controller may see that one has died before this process can, so they are
+        given a moment until it is known who was first."""
+        if self.controller.alive and not any(trainer.exit_code for trainer in self.trainers):
+            return []
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            ends = [trainer.end() for trainer in self.trainers if trainer.exit_code]  # 0: told to
+            have_ended = not any(trainer.alive for trainer in self.trainers)
+            is_known = have_ended or any(was_killed(end) for end in ends)
+            if is_known or time.monotonic() > deadline:
+                return ends
+            time.sleep(0.05)
+
+    def _train_again(self, ends: Sequence[End]) -> bool:
+        """Start training again after the failure of ranks; False: told to stop meanwhile.
+
+        Raises TrainerError, with the rank's own exit code, where it is not started again."""
+        end = first_cause(ends)
+        append_event(self.run_dir.events, "died", role=end.name, exit_code=end.exit_code)
+        restarts = self._training_restarts
+        before = restarts.counts[_TRAINING]
+        pause_s = None
+        if may_train_again(ends) and not self.interrupts:
+            pause_s = restarts.plan(_TRAINING)
+        if pause_s is None:
+            raise self._trainer_error(end, before)
+        self.screen.message(
+            f"{end}\ntraining begins again at the newest checkpoint in {pause_s:.0f} s "
+            f"({before + 1} of {restarts.most}, trainer.max_restarts); engines go on serving"
+        )
+        self._end_training()
+        while not restarts.take_due(_TRAINING):
+            if self.interrupts:
+                return False
+            time.sleep(0.05)
+        self._begin_training(before + 1)
+        return True
+
+    def _trainer_error(self, end: End, num_restarts: int) -> errors.TrainerError:
+        text = str(end)
+        if num_restarts:
+            text = f"after {num_restarts} restarts of training (trainer.max_restarts): {text}"
+        error = errors.TrainerError(text, where=str(end.log), remedy=self.remedy)
+        if 2 <= end.exit_code <= 11:
+            error.exit_code = end.exit_code  # the rank's own error class
+        return error
+
+    def _end_training(self) -> None:
+        """End what holds a part of the unfinished step: trainer ranks, the controller, rollout
+        workers with their requests and episodes. Engines drop what nobody waits for."""
+        present = [worker for worker in self.workers if worker.name not in self._reported_dead]
+        ended = [*self.trainers, self.controller, *present]
+        for role, child in self._child_of.items():
+            if child in ended and self.watcher is not None:
+                self.watcher.forget(role)
+        self.roles.end(ended)
+        self.controller.close_pipes()
+        self._buffer = b""
+        self._words = {"failure": "", "result": ""}
+
+    def _begin_training(self, number: int) -> None:
+        """Start again what `_end_training` ended, for the `number`-th time."""
+        shutil.rmtree(self.run_dir.rollouts.parent, ignore_errors=True)
+        (self.run_dir.endpoints / "trainer.json").unlink(missing_ok=True)
+        for ended in (*self.trainers, self.controller):
+            self._forget_addresses(ended.name)
+            self.children.remove(ended)
+        self.trainers = self.roles.trainers()
+        self.controller = self.roles.controller()
+        begun = [*self.trainers, self.controller]
+        for index, worker in enumerate(self.workers):
+            if worker.name in self._reported_dead:  # it is started at its own time, or given up
+                continue
+            self._forget_addresses(worker.name)
+            self.children.remove(worker)
+            self.workers[index] = self.roles.worker(index)
+            begun.append(self.workers[index])
+        self.children += begun
+        for child in begun:
+            child.start()
+            append_event(
+                self.run_dir.events,
+                "restarted",
+                role=child.name,
+                pid=child.started.pid,
+                number=number,
+            )
+            self._watch_child(child)
+        os.set_blocking(self.controller.output, False)
+        if self.interrupts:  # before there was a controller
+            self.controller.tell("stop")
+
+    # --- roles of which others do the work meanwhile
 
     def _check_replicas(self) -> None:
         self._check_spares(self.replicas, "rollout server", errors.EngineError)
@@ -324,17 +433,26 @@ class Supervisor:
         child = self._child_of[role]
         settings = self.config.watch
         if child in self.trainers or child is self.controller:
-            if 0 < settings.kill_after_s <= seconds:
+            if not 0 < settings.kill_after_s <= seconds:
+                return
+            can_begin_again = self._training_restarts.are_left(_TRAINING) and not self.interrupts
+            if child is self.controller or not can_begin_again:
                 raise self._hung_too_long(role, seconds)
+            self._end_named(role, seconds)
             return
         # a worker that is only slow waits for engines, which have time-outs of their own
         serves = child in (*self.replicas, *self._all_environments())
         waits = self.watcher.cause_of(role) == "stuck" and not serves
         if waits or not 0 < settings.replace_after_s <= seconds:
             return
+        self._end_named(role, seconds)
+
+    def _end_named(self, role: str, seconds: float) -> None:
+        """End a role that hangs; then it counts as dead."""
+        assert self.watcher is not None  # it named the role
         self.screen.message(f"{role} is ended: it was named {seconds:.0f} s ago and still hangs")
         self.watcher.forget(role)
-        self.roles.kill(child)
+        self.roles.kill(self._child_of[role])
 
     def _hung_too_long(self, role: str, seconds: float) -> errors.GrpoMegatronError:
         kind: type[errors.GrpoMegatronError] = errors.TrainerError

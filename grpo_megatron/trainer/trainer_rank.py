@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_megatron import progress
 from grpo_megatron.config.loader import read_resolved
-from grpo_megatron.errors import TrainerError, TransferError
+from grpo_megatron.errors import CRASHED_EXIT_CODE, TransferError
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
@@ -169,6 +169,6 @@ if __name__ == "__main__":
     except Exception as error:
         traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
-        code = getattr(error, "exit_code", TrainerError.exit_code)
+        code = getattr(error, "exit_code", CRASHED_EXIT_CODE)
     sys.stdout.flush()
     os._exit(code)  # other ranks may be inside a collective; torch's threads may abort an exit

@@ -13,7 +13,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(3600)]
 
 NUM_KILLS = int(os.environ.get("CHAOS_KILLS", 20))
 SEED = int(os.environ.get("CHAOS_SEED", random.randrange(1000)))
-STEPS = ("num_steps=60", "checkpoint.interval=5", "rollout.max_restarts=0")
+STEPS = (
+    "num_steps=60",
+    "checkpoint.interval=5",
+    "rollout.max_restarts=0",
+    "trainer.max_restarts=0",
+)
 
 
 def last_checkpoint(run: Path) -> int:

@@ -16,7 +16,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(3600)]
 
 ROLES = ("watch.silent_s=15", "rollout.num_replicas=2", "data.reward_hosts=2")
 PATIENT = ("watch.replace_after_s=0", "watch.kill_after_s=0")
-STRICT = ("watch.replace_after_s=1", "watch.kill_after_s=1", "rollout.max_restarts=0")
+STRICT = (
+    "watch.replace_after_s=1",
+    "watch.kill_after_s=1",
+    "rollout.max_restarts=0",
+    "trainer.max_restarts=0",
+)
 
 
 def start(tmp_path: Path, name: str, *settings: str):

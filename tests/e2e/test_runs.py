@@ -232,7 +232,7 @@ def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
     ],
 )
 def test_a_dead_process_ends_the_run(tmp_path, role, code, message):
-    once = ("num_steps=5000", "rollout.max_restarts=0")
+    once = ("num_steps=5000", "rollout.max_restarts=0", "trainer.max_restarts=0")
     process = runs.start("train", runs.RECIPE, f"runs_dir={tmp_path}", *once)
     run = tmp_path / "short"
     runs.wait_for_steps(run, 1, process)

@@ -104,7 +104,8 @@ def stop(role, until):
 
 
 def test_a_stopped_trainer_rank_ends_the_run_with_its_name(tmp_path, monkeypatch):
-    run = Run(tmp_path, monkeypatch, kill_after_s=1.0, replace_after_s=1.0)
+    never = ["trainer.max_restarts=0"]
+    run = Run(tmp_path, monkeypatch, kill_after_s=1.0, replace_after_s=1.0, flags=never)
     with pytest.raises(TrainerError) as caught:
         run.with_meddling(stop("trainer-1", lambda run: run.supervisor.watcher._closed.is_set()))
     assert caught.value.exit_code == 6

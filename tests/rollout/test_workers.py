@@ -116,6 +116,32 @@ def test_chunks_are_cut_by_their_size_and_for_balance(tmp_path, max_tokens, num_
     assert sum(cut) == 10 and len(cut) == num_shards
 
 
+def test_a_slow_replica_takes_fewer_chunks(tmp_path):
+    """The slow one answers its first chunk when nothing is left to be drawn."""
+    served = [0, 0]
+
+    def workers(index, service):
+        class Slow:
+            async def sample(self, chunk):
+                if chunk.home == 1:
+                    while served[0] < 4:
+                        await asyncio.sleep(0.01)
+                answer = await service.sample(chunk)
+                served[chunk.home] += 1
+                return answer
+
+        return Slow()
+
+    async def scenario(started, pool, rollouts):
+        async with asyncio.timeout(300):
+            return await rollouts.rollouts(0, PROMPTS, max_tokens=20_000)
+
+    few = {"max_concurrent_requests": 1, "max_model_len": 20_000_000}
+    groups = run(tmp_path, scenario, 2, workers, **few)
+    assert [group.prompt for group in groups] == PROMPTS
+    assert served == [4, 1]
+
+
 def test_records_hold_no_array(tmp_path):
     """What the controller keeps of a sample does not grow with its tokens."""
 

@@ -155,8 +155,25 @@ def test_a_crashed_node_costs_no_recorded_step(cluster, whole, node, form):
     assert same_metrics(run, whole)
 
 
+def test_training_begins_again_in_the_job_when_a_rank_is_killed(cluster, whole):
+    """Trainer, controller and worker are new steps; the server's stays."""
+    job, run = cluster.submit("killed-rank")
+    cluster.wait_for_steps(run, 3, job)
+    servers = processes(run, "rollout.serve")
+    runs.kill(processes(run, "trainer.trainer_rank")[-1])
+    wait_for_event(run, "restarted")
+    assert processes(run, "rollout.serve") == servers
+    state = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), cluster.output(run)
+    begun = [event["role"] for event in runs.events(run, "restarted")]
+    assert sorted(begun) == ["controller", "trainer", "worker-0"]
+    assert "ended with exit code 137" in cluster.output(run)
+    assert same_metrics(run, whole)
+    assert not all_gone(run)
+
+
 def test_a_dead_trainer_fails_the_job(cluster):
-    job, run = cluster.submit("no-trainer", "num_steps=5000")
+    job, run = cluster.submit("no-trainer", "num_steps=5000", "trainer.max_restarts=0")
     cluster.wait_for_steps(run, 1, job)
     runs.kill(processes(run, "trainer.trainer_rank")[-1])
     state = cluster.wait(job, timeout_s=15)
@@ -206,6 +223,7 @@ def test_what_is_stopped_is_seen_on_its_node_and_servers_come_back(cluster):
         "watch.silent_s=15",
         "watch.replace_after_s=1",
         "watch.kill_after_s=1",
+        "trainer.max_restarts=0",
     )
     cluster.wait_for_steps(run, 2, job)
     status = cluster.command("status", str(run)).stdout

@@ -1,0 +1,167 @@
+"""Training begins again when a rank dies: the real supervisor over small processes."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.errors import TrainerError
+from grpo_megatron.launch import restarts
+from grpo_megatron.launch.processes import End
+from grpo_megatron.launch.restarts import first_cause, may_train_again
+from grpo_megatron.launch.steps import Step
+from grpo_megatron.plan.resolve import resolve
+from tests.launch.test_supervisor_hangs import Run, wait_until
+
+BEGIN_AGAIN = {"trainer-0", "trainer-1", "controller", "worker-0", "worker-1"}
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.2)
+
+
+def ends(*codes: int) -> list[End]:
+    return [End(f"trainer-{rank}", code, Path("log")) for rank, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "first", "again"),
+    [
+        ((137,), 0, True),
+        ((1, 137), 1, True),  # rank 0 lost it in a collective
+        ((6, 137), 1, True),  # or in the rendezvous
+        ((139,), 0, True),
+        ((1, 1), 0, True),  # an error of a library
+        ((6, 6), 0, False),  # a loss that is no number
+        ((1, 6), 1, False),
+        ((1, 8), 1, False),  # a damaged checkpoint
+        ((3, 137), 1, False),  # a full disk
+        ((7,), 0, False),
+    ],
+)
+def test_what_may_be_repeated_and_who_was_first(codes, first, again):
+    assert first_cause(ends(*codes)).name == f"trainer-{first}"
+    assert may_train_again(ends(*codes)) is again
+
+
+def kill_rank(run):
+    os.kill(run.pid("trainer-1"), signal.SIGKILL)
+
+
+def begun_again(run, number: int):
+    """Whether all of training has been started for the `number`-th time, and works."""
+    roles = {event["role"] for event in run.events("restarted") if event["number"] == number}
+    return roles == BEGIN_AGAIN and run.all_train()
+
+
+def test_training_begins_again_while_engines_stay(tmp_path, monkeypatch, capsys, soon):
+    run = Run(tmp_path, monkeypatch)
+    endpoints = run.run_dir.endpoints
+    shard = run.run_dir.rollouts / "000000" / "rollout-0-000.safetensors"
+    pids = {}
+
+    def meddle(run):
+        for name in ("trainer", "controller", "worker-1", "rollout-0"):
+            (endpoints / f"{name}.json").write_text("where it was")
+        shard.parent.mkdir(parents=True)
+        shard.touch()
+        for role in ("rollout-0", "rollout-1"):
+            pids[role] = run.pid(role)
+        for number in (1, 2):
+            kill_rank(run)
+            wait_until(lambda number=number: begun_again(run, number))
+        for role, pid in pids.items():
+            assert run.pid(role) == pid
+            os.kill(pid, 0)
+
+    assert run.with_meddling(meddle) == 0
+    assert [path.name for path in endpoints.iterdir()] == ["rollout-0.json"]
+    assert not shard.exists()
+    assert [event["role"] for event in run.events("died")] == ["trainer-1", "trainer-1"]
+    told = capsys.readouterr().out
+    assert "trainer-1 ended with exit code 137" in told
+    assert "training begins again at the newest checkpoint in 0 s (1 of 3" in told
+    assert "(2 of 3" in told
+
+
+def test_the_limit_ends_the_run_with_the_rank_and_its_exit_code(tmp_path, monkeypatch, soon):
+    run = Run(tmp_path, monkeypatch, flags=["trainer.max_restarts=1"])
+
+    def meddle(run):
+        kill_rank(run)
+        wait_until(lambda: begun_again(run, 1))
+        kill_rank(run)
+        wait_until(run.supervisor.watcher._closed.is_set)
+
+    with pytest.raises(TrainerError) as caught:
+        run.with_meddling(meddle)
+    assert caught.value.exit_code == 6
+    assert (
+        "after 1 restarts of training (trainer.max_restarts): trainer-1 ended with exit code 137"
+        in caught.value.message
+    )
+    assert "resume" in caught.value.remedy
+    assert len(run.events("restarted")) == 5
+
+
+def test_a_worker_that_was_given_up_stays_so(tmp_path, monkeypatch, soon):
+    run = Run(tmp_path, monkeypatch, flags=["rollout.max_restarts=0"])
+    is_dead = run.run_dir.endpoints / "worker-0.dead"
+
+    def meddle(run):
+        os.kill(run.pid("worker-0"), signal.SIGKILL)
+        wait_until(is_dead.exists)
+        kill_rank(run)
+        wait_until(lambda: len(run.events("restarted")) == 4)
+
+    assert run.with_meddling(meddle) == 0
+    assert {event["role"] for event in run.events("restarted")} == BEGIN_AGAIN - {"worker-0"}
+    assert is_dead.exists()
+
+
+def test_a_rank_that_hangs_is_ended_and_training_begins_again(tmp_path, monkeypatch, soon):
+    run = Run(tmp_path, monkeypatch, kill_after_s=1.0)
+
+    def meddle(run):
+        os.kill(run.pid("trainer-1"), signal.SIGSTOP)
+        wait_until(lambda: begun_again(run, 1))
+
+    assert run.with_meddling(meddle) == 0
+    assert [event["role"] for event in run.events("hung")] == ["trainer-1"]
+    [died] = run.events("died")
+    assert (died["role"], died["exit_code"]) == ("trainer-1", 137)
+
+
+def test_a_stop_in_the_pause_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 60.0)
+    run = Run(tmp_path, monkeypatch)
+
+    def meddle(run):
+        kill_rank(run)
+        wait_until(lambda: not run.supervisor.controller.alive)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run.with_meddling(meddle) == 130
+    assert run.events("restarted") == []
+
+
+def test_not_where_engines_share_gpus_with_the_trainer():
+    config = resolve("demo/gspo-moe-cpu", []).config
+    assert config.trainer_restarts == 3
+    placement = config.placement.model_copy(update={"mode": "colocated", "gpus_per_node": 2})
+    assert config.model_copy(update={"placement": placement}).trainer_restarts == 0
+
+
+def test_a_step_of_a_job_says_how_it_ended_itself(tmp_path):
+    """Its log begins with what the step before it said."""
+    log = tmp_path / "srun-trainer.log"
+    log.write_text("srun: error: node1: task 1: Killed\n")
+    said = "srun: error: node1: task 0: Exited with exit code 6"
+    argv = ["sh", "-c", f"echo '{said}'; exit 6"]
+    step = Step("trainer", argv, log, task_log="trainer-%t.log")
+    step.start()
+    assert step.started.wait(60) == 6
+    end = step.end()
+    assert (end.name, end.exit_code) == ("trainer-0", 6)
