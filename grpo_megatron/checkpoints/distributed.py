@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.batching.columns import file_checksum
 from grpo_megatron.checkpoints.durable import copy_side_files, explained, write_json
+from grpo_megatron.checkpoints.plain_pickles import plain_data_only
 from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.errors import SetupError
 from grpo_megatron.files import empty_directory, replace_directory
@@ -256,7 +257,8 @@ def _fill(
     chunks: Sequence[torch.nn.Module], state: dict[str, Any], directory: Path
 ) -> dict[str, Any]:
     """Load `state`, of which the model is a part; return all of it."""
-    with explained("cannot load", directory, remedy="resume from the checkpoint before it"):
+    remedy = "resume from the checkpoint before it"
+    with explained("cannot load", directory, remedy=remedy), plain_data_only(directory):
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     for key, model in _by_key(chunks).items():
         left_out = {}

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from grpo_megatron.checkpoints import durable, hf_import, shard_files
+from grpo_megatron.checkpoints.plain_pickles import plain_data_only, refusals_named
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.low_rank import low_rank_product, merged
@@ -78,7 +79,10 @@ class MegatronSource:
     def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
         self.table = table
         self.directory = directory / "weights"
-        with durable.explained("not a distributed checkpoint", self.directory):
+        with (
+            durable.explained("not a distributed checkpoint", self.directory),
+            plain_data_only(self.directory),
+        ):
             self.metadata = FileSystemReader(self.directory).read_metadata()
         self.stored: dict[str, dcp.TensorStorageMetadata] = {}
         self._chunks: dict[_Region, dcp.ChunkStorageMetadata] = {}
@@ -179,6 +183,7 @@ class MegatronSource:
         place = self.metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
         with (
             durable.explained(f"cannot read {key} from {place.relative_path}", self.directory),
+            refusals_named(self.directory / place.relative_path),
             open(self.directory / place.relative_path, "rb") as file,
         ):
             view: Any = _create_file_view(file, place.offset, place.length)

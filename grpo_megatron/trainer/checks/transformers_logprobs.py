@@ -14,7 +14,7 @@ def main(directory: str, dtype: str) -> None:
 
     tokens = torch.tensor([json.load(sys.stdin)])
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, local_files_only=True
+        directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
     ).eval()
     for parameter in model.parameters():  # not the buffers: rotary frequencies stay as they are
         parameter.data = parameter.data.to(getattr(torch, dtype)).float()
