@@ -1,8 +1,9 @@
 """The system calls that a sandboxed program is refused, as a classic BPF filter (seccomp(2)).
 
 No process but the first, so that its address space bounds the memory of all; nothing that holds
-memory beside the address space (memfd, SysV and POSIX queues, sockets by name); nothing that only
-an attack on the kernel needs. Threads and files stay possible."""
+memory beside the address space (memfd, SysV and POSIX queues, sockets by name, extended attributes,
+watches); nothing that has others wait; nothing that only an attack on the kernel needs. Threads and
+files stay possible."""
 
 import errno
 import platform

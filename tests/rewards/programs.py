@@ -1,7 +1,8 @@
 """Programs that are nobody's friends, as data, and some that are.
 
 A hostile one prints ESCAPED where its attack works, REFUSED where it was refused as it should be.
-`CANARY` stands for a file outside of the sandbox, `PORT` for a listening port of this machine.
+`CANARY` stands for a file outside of the sandbox, `PORT` for a listening port of this machine, `LOCAL`
+for the path and `ABSTRACT` for the name of a Unix socket outside, `OUTSIDE` for a process.
 """
 
 from __future__ import annotations
@@ -49,6 +50,29 @@ def grow():
     os.fork()
     bytearray(300 << 20)
 attempt(grow)""",
+    "fork in a thread": """
+def fork():
+    attempt(os.fork)
+thread = threading.Thread(target=fork); thread.start(); thread.join()""",
+    "fork by multiprocessing": """
+import multiprocessing
+attempt(multiprocessing.get_context("fork").Process(target=print).start)""",
+    "a pool of processes": """
+from concurrent.futures import ProcessPoolExecutor
+attempt(lambda: ProcessPoolExecutor(2).submit(print).result())
+sys.stdout.flush(); os._exit(0)""",
+    "a terminal of its own": "import pty\nattempt(pty.fork)",
+    "memory of extended attributes": "attempt(os.setxattr, '/tmp', 'user.x', bytes(60000))",
+    "memory of watches": "attempt(libc_call, 'inotify_init1', 0)",
+    "memory that is locked": "attempt(libc_call, 'mlockall', 3)",
+    "memory of pipes": """
+import fcntl
+held = []
+def fill():
+    _, end = os.pipe()
+    fcntl.fcntl(end, 1031, 1 << 20)
+    held.append(end)
+attempt(forever, fill)""",
     "memory bomb": "blocks = []; attempt(forever, lambda: blocks.append(bytearray(16 << 20)))",
     "memory mapped": "import mmap\nattempt(mmap.mmap, -1, 1 << 30)",
     "zip bomb": """
@@ -71,11 +95,23 @@ def fill():
 attempt(forever, fill)""",
     "huge file": "file = open('/tmp/x', 'wb'); attempt(forever, lambda: file.write(bytes(1<<20)))",
     "huge sparse file": "file = open('/tmp/huge', 'wb'); attempt(file.truncate, 1 << 40)",
+    "huge file that is promised": """
+file = os.open('/tmp/x', os.O_CREAT | os.O_RDWR)
+attempt(os.posix_fallocate, file, 0, 1 << 30)""",
     "files without end": "a = []; attempt(forever, lambda: a.append(open('/tmp/x', 'w')))",
     "connect": "attempt(socket.create_connection, ('127.0.0.1', PORT), timeout=5)",
     "resolve": "attempt(socket.getaddrinfo, 'localhost.example', 80)",
     "send datagrams": "attempt(socket.socket, socket.AF_INET, socket.SOCK_DGRAM)",
     "abstract unix socket": "attempt(lambda: socket.socket(socket.AF_UNIX).connect('\\0x'))",
+    "abstract unix socket by a pair": """
+ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+attempt(ours.sendto, b'harm', '\\0' + ABSTRACT)""",
+    "unix socket in a file": """
+ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+attempt(ours.sendto, b'harm', LOCAL)""",
+    "unix socket of the display": "attempt(os.listdir, '/tmp/.X11-unix')",
+    "raw packets": "attempt(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)",
+    "virtual machine sockets": "attempt(socket.socket, 40, socket.SOCK_STREAM)",
     "netlink": "attempt(socket.socket, socket.AF_NETLINK, socket.SOCK_RAW)",
     "read /root": "attempt(os.listdir, '/root/.ssh')",
     "read home": "attempt(os.listdir, '/home')",
@@ -84,6 +120,26 @@ attempt(forever, fill)""",
     "read the canary": "attempt(read, CANARY)",
     "read the canary by a link": "os.symlink(CANARY, '/tmp/link'); attempt(read, '/tmp/link')",
     "read the canary by ..": "attempt(read, '/tmp/../../../../..' + CANARY)",
+    "hard link to the canary": "attempt(os.link, CANARY, '/tmp/link')",
+    "hard link to Python": "attempt(os.link, sys.executable, '/tmp/link')",
+    "write the canary by a link": "os.symlink(CANARY, '/tmp/link'); attempt(write, '/tmp/link')",
+    "write Python by a link": "os.symlink(sys.executable, '/tmp/link'); attempt(write, '/tmp/link')",
+    "a link in place of the program": """
+os.symlink('/tmp/other', '/tmp/link'); attempt(os.replace, '/tmp/link', __file__)""",
+    "move a directory of the system": "attempt(os.rename, '/usr/lib', '/tmp/lib')",
+    "Python mapped for writing": """
+import mmap
+file = open(sys.executable, "rb")
+attempt(mmap.mmap, file.fileno(), 4096, mmap.MAP_SHARED, mmap.PROT_WRITE)""",
+    "times of a file": "attempt(os.utime, '/usr/bin/env')",
+    "processes of others": "attempt(os.listdir, '/proc')",
+    "command lines of others": "attempt(read, '/proc/1/cmdline')",
+    "descriptors by /proc": "attempt(os.listdir, '/proc/self/fd')",
+    "namespaces by /proc": "attempt(os.open, '/proc/1/ns/net', os.O_RDONLY)",
+    "the kernel's log": """
+attempt(libc_call, 'klogctl', 3, ctypes.create_string_buffer(4096), 4096)""",
+    "devices": "attempt(os.listdir, '/dev')",
+    "the kernel's settings": "attempt(os.listdir, '/sys')",
     "read the environment": "attempt(lambda: os.environ['REWARD_SECRET'])",
     "read another's environment": "attempt(read, '/proc/1/environ')",
     "read kernel memory": "attempt(read, '/proc/kcore')",
@@ -100,15 +156,35 @@ attempt(forever, fill)""",
     "owner of a file": "attempt(os.chown, '/tmp', 1, 1)",
     "kill everything": "attempt(os.kill, -1, 9)",
     "ptrace": "attempt(libc_call, 'ptrace', 16, 1, 0, 0)",
+    "ptrace of itself": "attempt(libc_call, 'ptrace', 0, 0, 0, 0)",
+    "ptrace without a stop": "attempt(libc_call, 'ptrace', 0x4206, 1, 0, 0)",
+    "descriptor of a process": "attempt(libc_call, 'syscall', 434, 1, 0)",
+    "write another's memory": """
+attempt(libc_call, 'process_vm_writev', 1, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0), 0)""",
+    "signal to who is outside": "attempt(os.kill, OUTSIDE, 0)",
     "read another's memory": """
 attempt(libc_call, 'process_vm_readv', 1, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0), 0)""",
     "mount": "attempt(libc_call, 'mount', b'none', b'/tmp', b'tmpfs', 0, None)",
     "unmount": "attempt(libc_call, 'umount2', b'/tmp', 2)",
     "new namespaces": "attempt(libc_call, 'unshare', 0x10000000)",
     "enter namespaces": "attempt(libc_call, 'setns', 0, 0)",
+    "clone into new namespaces": """
+attempt(libc_call, 'syscall', 56 if X86 else 220, 0x10000011, 0, 0, 0, 0)""",
     "chroot": "attempt(os.chroot, '/tmp')",
     "io_uring": "attempt(libc_call, 'syscall', 425, 1, ctypes.create_string_buffer(120))",
     "key ring": "attempt(libc_call, 'syscall', 250 if X86 else 219, 0, 0)",
+    "capabilities": """
+header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+attempt(libc_call, 'capset', header, (ctypes.c_uint32 * 6)(*[2**32 - 1] * 6))""",
+    "priority": "attempt(os.setpriority, os.PRIO_PROCESS, 0, -5)",
+    "real-time scheduling": """
+attempt(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))""",
+    "set the clock": "attempt(time.clock_settime, time.CLOCK_REALTIME, 0)",
+    "kernel module": "attempt(libc_call, 'syscall', 175 if X86 else 105, b'x', 1, b'')",
+    "reboot": "attempt(libc_call, 'reboot', 0x01234567)",
+    "disks of the machine": "attempt(libc_call, 'syncfs', 0)",
+    "quotas of the machine": """
+attempt(libc_call, 'syscall', 179 if X86 else 60, 0x80000100, 0, 0, 0)""",
     "become root": "attempt(os.setuid, 0)",
     "raise a limit": "attempt(resource.setrlimit, resource.RLIMIT_AS, (1 << 40, 1 << 40))",
     "a device": "attempt(os.mknod, '/tmp/mem', 0o600 | 0o020000, os.makedev(1, 1))",
@@ -123,6 +199,14 @@ def is_open(number):
     except OSError: return False
     return True
 attempt(look)""",
+    "descriptors of the harness": """
+def use():
+    found = []
+    for number in range(3, 1024):
+        try: found.append(os.fstat(number))
+        except OSError: pass
+    assert found
+attempt(use)""",
 }
 
 ENDLESS = {
@@ -135,6 +219,27 @@ while True: time.sleep(1)""",
     "loop at exit": "import atexit\natexit.register(forever, int)",
     "output closed": "os.closerange(0, 64)\nwhile True: pass",
     "threads that stay": "threading.Thread(target=time.sleep, args=(1e6,)).start()",
+    "sleep in a destructor": """
+class Kept:
+    def __del__(self): time.sleep(1e6)
+kept = Kept()""",
+    "destructor that makes another": """
+class Kept:
+    def __del__(self): Kept()
+Kept()
+while True: pass""",
+    "a pipe without a writer": "os.mkfifo('/tmp/pipe'); open('/tmp/pipe')",
+    "a lock twice": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "without its parent": "libc.prctl(1, 0); time.sleep(1e6)",
+    "a signal that wakes it": """
+signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+while True: signal.pause()""",
+    "threads that compute": """
+for _ in range(8): threading.Thread(target=forever, args=(int,)).start()""",
+    "exit that never comes": "sys.stdout.flush(); sys.exit(time.sleep(1e6))",
+    "directories without end": """
+names = iter(range(10**9))
+while True: os.mkdir(f"/tmp/{next(names)}")""",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(1e6)",
     "regular expression": "import re\nre.match('(a+)+b', 'a' * 100)",
     "huge number": "10 ** 10 ** 9",
@@ -145,6 +250,12 @@ FLOODS = {
     "output": "while True: print('x' * 4096)",
     "error output": "while True: print('x' * 4096, file=sys.stderr)",
     "raw output": "while True: os.write(1, bytes(65536))",
+    "one line": "while True: sys.stdout.write('x' * 4096)",
+    "flood at exit": "import atexit\natexit.register(forever, lambda: print('x' * 4096))",
+    "flood and exit": "print('x' * (4 << 20)); sys.exit(0)",
+    "threads that print": """
+for _ in range(4): threading.Thread(target=forever, args=(lambda: print('x' * 4096),)).start()""",
+    "a flood without its output": "os.dup2(2, 1)\nwhile True: print('x' * 4096)",
 }
 
 EXITS = {
@@ -156,6 +267,17 @@ EXITS = {
     "abort": (134, "os.abort()"),
     "kill itself": (137, "os.kill(os.getpid(), 9)"),
     "kill the parent": (0, "os.kill(os.getppid(), 9); os.kill(1, 9)"),
+    "signals to the parent": (
+        0,
+        """
+for number in set(signal.Signals) | {0}:
+    for process in {os.getppid(), 1}:
+        try: os.kill(process, number)
+        except OSError: pass""",
+    ),
+    "kill its group": (137, "os.killpg(0, 9); time.sleep(60)"),
+    "fork bomb of a shell": (2, "os.execv('/bin/sh', ['sh', '-c', 'f() { f | f & }; f'])"),
+    "program of root": (1, "os.execv('/usr/bin/su', ['su', '-c', 'true'])"),
     "read address 0": (139, "import ctypes\nctypes.string_at(0)"),
     "fake a failed sandbox": (1, "print('bwrap: no permission', file=sys.stderr); os._exit(1)"),
 }
@@ -174,6 +296,46 @@ for number in range(64):
     try: os.write(number, b's111')
     except OSError: pass
 os._exit(0)""",
+    "marks as an exception": "def f(x): raise Exception('s111')",
+    "the test is no good": """
+import sys
+def f(x): raise sys.modules['__main__'].BadTest()""",
+    "read the tests": """
+import sys
+asserts = sys.stdin.read() + ' '.join(sys.argv)
+def f(x): return int(asserts.split('== ')[x][0])""",
+    "its end of the link": """
+import os
+os.closerange(3, 64)
+def f(x): return x + 1""",
+    "a flood on the link": """
+import os
+def f(x):
+    while True:
+        for number in range(3, 64):
+            try: os.write(number, b'(' * 65536)
+            except OSError: pass""",
+    "a pickle that calls": """
+import os
+def f(x):
+    for number in range(3, 64):
+        try: os.write(number, b'\\x80\\x04\\x89K\\x00QK\\x01\\x85R\\x86.')
+        except OSError: pass""",
+    "a pickle of the judge's functions": """
+import os
+def f(x):
+    for number in range(3, 64):
+        try: os.write(number, b'\\x80\\x04\\x89c__main__\\nRemote\\n\\x86.')
+        except OSError: pass""",
+    "numbers of no object": """
+import sys
+class Any: pass
+sys.modules['__main__'].Sender.persistent_id = lambda self, value: -1
+def f(x): return Any()""",
+    "names of the judge": "def f(x): return __builtins__\nis_judge = asked = ask = names = True",
+    "iterator without end": """
+import itertools
+def f(x): return itertools.count()""",
     "override ==": """
 class Any:
     def __eq__(self, other): return True
@@ -193,7 +355,7 @@ class Any:
     __ne__ = __eq__
     def __reduce__(self): return (eval, ("type('A', (), {'__eq__': lambda *_: True})()",))
 sys.modules['__main__'].plain = lambda value: value
-sys.modules['__main__']._Reply.persistent_id = lambda self, value: None
+sys.modules['__main__'].Sender.persistent_id = lambda self, value: None
 def f(x): return Any()""",
     "replies without a question": """
 import gc, pickle, sys
@@ -240,6 +402,9 @@ def f(x): return 0""",
     "wrong type": "def f(x): return str(x + 1)",
     "almost": "def f(x): return x + 1 if x > 1 else x",
 }
+
+# Those that only the limit of time ends.
+SLOW_CHEATS = {"loops", "deep data", "a flood on the link", "a pickle that calls", "iterator without end"}
 
 # Program, its standard input, its standard output.
 HONEST_PAIRS = {

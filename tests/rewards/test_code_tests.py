@@ -58,12 +58,12 @@ def test_honest_programs_pass():
 
 
 @needs_sandbox
-def test_tricks_do_not_score():
-    hasty = {"loops", "deep data"}
-    cases = {name: (program, asserts(*ASSERTS)) for name, program in programs.CHEATS.items()}
-    found = scores({name: case for name, case in cases.items() if name not in hasty})
-    found |= scores({name: cases[name] for name in hasty}, timeout_s=2.0)
-    assert found == dict.fromkeys(cases, 0.0)
+@pytest.mark.parametrize("name", programs.CHEATS)
+def test_tricks_do_not_score(name):
+    limits = dict(PATIENT)
+    if name in programs.SLOW_CHEATS:
+        limits["timeout_s"] = 2.0
+    assert code_tests(block(programs.CHEATS[name]), asserts(*ASSERTS), **limits) == 0.0
 
 
 @needs_sandbox
