@@ -123,6 +123,7 @@ def submit(
         refuse_unbound_objective,
         refuse_unbound_rewards,
         refuse_unreadable_problems,
+        refuse_unset_keys,
     )
     from grpo_megatron.plan.resolve import refuse_missing, resolve
 
@@ -138,6 +139,7 @@ def submit(
         refuse_unbound_objective(resolved.config)
         refuse_unbound_rewards(resolved.config, remedy=SKIP_REMEDY)
         refuse_unbound_environments(resolved.config, remedy=SKIP_REMEDY)
+        refuse_unset_keys(resolved.config)
     refuse_unreadable_problems(resolved.config)
     after_jobs = []
     if after:

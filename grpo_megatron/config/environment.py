@@ -73,7 +73,7 @@ class AgentConfig(EpisodeConfig):
     command: Annotated[tuple[str, ...], AfterValidator(_with_whole_paths)] = ()
     """A program, started for each episode: `["python", "my_agent.py"]`."""
     variables: dict[str, str] = {}
-    """Environment variables of the command."""
+    """Environment variables of the command, beside those of the run; `"$NAME"` for a secret."""
     function: str | None = None
     """Instead of a command: `module:function`, an `async def` that has many episodes in one
     process."""

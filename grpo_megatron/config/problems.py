@@ -7,12 +7,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from grpo_megatron.config.secret_values import is_secret_name, without_secrets
 from grpo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a recipe."""
+    """One thing that is wrong with a recipe, told without its secrets."""
 
     key: str
     message: str
@@ -22,6 +23,17 @@ class Problem:
     remedy: str = ""
     related: tuple[str, ...] = ()
     meaning: str = ""
+
+    def __post_init__(self) -> None:
+        # frozen for everybody else
+        if self.value is not None:
+            object.__setattr__(self, "value", without_secrets(self.value))
+        for name in ("message", "where", "remedy"):
+            object.__setattr__(self, name, without_secrets(getattr(self, name)))
+        object.__setattr__(self, "related", tuple(map(without_secrets, self.related)))
+        if is_secret_name(self.key.rpartition(".")[2]):
+            object.__setattr__(self, "value", None)
+            object.__setattr__(self, "nearest", ())
 
     def __str__(self) -> str:
         lines = [f"{self.key}: {self.message}"]

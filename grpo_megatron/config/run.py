@@ -13,6 +13,7 @@ from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, Epi
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.preferences import PreferencesConfig
+from grpo_megatron.config.secret_values import REFERENCE
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.config.watch import WatchConfig
 
@@ -217,6 +218,8 @@ class TeacherConfig(Strict):
     """Checkpoint of the student's architecture and tokenizer, Hugging Face or of a run."""
     url: str | None = Field(None, pattern="^https?://")
     """vLLM server of any model with the student's tokenizer, for topk_tail: http://HOST:PORT."""
+    api_key: str | None = Field(None, pattern=REFERENCE)
+    """Key that the server asks for: the name of the environment variable that has it, `"$NAME"`."""
     domains: tuple[str, ...] = ()
     """What it teaches; default: every domain."""
     weight: float = Field(1.0, gt=0)

@@ -228,6 +228,9 @@ def _problem_of_violation(
         origin = _own_origin(key, overlay)
         if origin is not DEFAULT:
             related.append(f"{key} = {as_toml(value_at(config, key))} ({origin})")
+    value = None
+    if not violation.hides_value:
+        value = as_toml(violation.value)
     remedy = violation.remedy
     if near and not remedy:
         remedy = f"set {violation.key}={near[0]}"
@@ -235,7 +238,7 @@ def _problem_of_violation(
         violation.key,
         violation.message,
         str(_own_origin(violation.key, overlay)),
-        value=as_toml(violation.value),
+        value=value,
         nearest=tuple(near),
         related=tuple(related),
         remedy=remedy,

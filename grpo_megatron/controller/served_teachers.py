@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config.run import RunConfig, TeacherConfig
+from grpo_megatron.config.secret_values import from_environment
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
@@ -30,7 +31,10 @@ class ServedTeachers:
             self._k = config.distillation.top_k
             for number, teacher in enumerate(config.distillation.teachers):
                 if teacher.url is not None:
-                    client = EngineClient(teacher.url, f"the teacher at {teacher.url}")
+                    key = ""
+                    if teacher.api_key is not None:
+                        key = from_environment(teacher.api_key)
+                    client = EngineClient(teacher.url, f"the teacher at {teacher.url}", token=key)
                     self._teachers[number] = teacher
                     self._pools[number] = ReplicaPool([client], max_attempts=rollout.max_attempts)
         self._names = [d.name for d in config.domains]

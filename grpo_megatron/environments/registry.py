@@ -6,11 +6,12 @@ A name is one of `SHIPPED`, one that an installed package registers as an entry 
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from grpo_megatron.config.imports import imported
+from grpo_megatron.config.secret_values import with_secrets
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.environments.protocol import Environment
 from grpo_megatron.errors import EpisodeError, GrpoMegatronError, raised_as
@@ -69,7 +70,7 @@ class BoundEnvironment:
     name: str  # as in the recipe
     reference: str  # "module:function"
     factory: Callable[..., Environment]
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] = field(repr=False)  # with secrets
     network: bool
 
     def make(self) -> Environment:
@@ -79,7 +80,9 @@ class BoundEnvironment:
 
 def bind(name: str, arguments: Mapping[str, Any]) -> BoundEnvironment:
     """Find the environment; EpisodeError where there is none, it cannot be imported, it cannot be
-    made with these arguments, or its check refuses them."""
+    made with these arguments, or its check refuses them.
+
+    Secrets that arguments name by a variable of the environment, `"$NAME"`, are looked up."""
     reference = reference_of(name)
     factory = imported(reference, EpisodeError, "environment")
     of_factory = getattr(factory, "environment_traits", Traits())
@@ -91,6 +94,7 @@ def bind(name: str, arguments: Mapping[str, Any]) -> BoundEnvironment:
     _refuse_strange_arguments(name, factory, arguments)
     _refuse_missing_methods(name, factory)
     try:
+        arguments = with_secrets(arguments)
         of_factory.check(**arguments)
     except GrpoMegatronError as error:
         raise EpisodeError(

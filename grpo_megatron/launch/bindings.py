@@ -5,6 +5,7 @@ import contextlib
 
 from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.secret_values import from_environment, with_secrets
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.controller.recorded_pairs import refuse_no_recording
 from grpo_megatron.data.chat_template import read_chat_template
@@ -38,19 +39,37 @@ def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
 def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
     """Find every domain's environment or agent, and check its arguments and its format of calls.
 
-    Raises EpisodeError as its processes would when they start. remedy: what else would help."""
+    Raises EpisodeError as its processes would when they start, ConfigError where a variable of the
+    environment is not set that the recipe names. remedy: what else would help."""
     for domain in config.domains:
         try:
             if domain.hosted is not None:
                 bind(domain.hosted.name, domain.hosted.arguments)
             elif domain.agent is not None:
                 find_program(domain.agent.command)
+                with_secrets(domain.agent.variables)
             if domain.episodes is not None:
                 _refuse_unknown_format(domain.episodes.tool_format)
-        except EpisodeError as error:
+        except (EpisodeError, ConfigError) as error:
             error.where = f"[[domains]] {domain.name}, {domain.episodes_table}"
             if remedy:
                 error.remedy = f"{error.remedy or 'correct the recipe'}; {remedy}"
+            raise
+
+
+def refuse_unset_keys(config: RunConfig) -> None:
+    """Look up the keys of served teachers.
+
+    Raises ConfigError as the controller would: the environment has no such variable."""
+    if config.distillation is None:
+        return
+    for number, teacher in enumerate(config.distillation.teachers):
+        if teacher.api_key is None:
+            continue
+        try:
+            from_environment(teacher.api_key)
+        except ConfigError as error:
+            error.where = f"distillation.teachers.{number}.api_key"
             raise
 
 

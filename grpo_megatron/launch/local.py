@@ -10,6 +10,7 @@ from grpo_megatron.launch.bindings import (
     refuse_unbound_objective,
     refuse_unbound_rewards,
     refuse_unreadable_problems,
+    refuse_unset_keys,
 )
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
@@ -28,6 +29,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     refuse_unbound_objective(resolved.config)
     refuse_unbound_rewards(resolved.config)
     refuse_unbound_environments(resolved.config)
+    refuse_unset_keys(resolved.config)
     refuse_unreadable_problems(resolved.config)
     with run_lock(run_dir):
         _remove_earlier_run(run_dir)

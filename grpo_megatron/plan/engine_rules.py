@@ -143,6 +143,7 @@ def fields_say_what_fields_are_for(
                     "rollout.engine_arguments",
                     f"{name} would show a secret to everybody who lists processes",
                     remedy="leave it out: rollout servers have a token of their own",
+                    hides_value=True,
                 )
             )
         field = _OWN_ARGUMENTS.get(name)

@@ -38,6 +38,7 @@ async def judge(
     metadata: Mapping[str, Any],
     url: str,
     model: str,
+    api_key: str | None = None,
     criteria: Sequence[Any] | None = None,
     criteria_field: str | None = None,
     think_tag: str | None = None,
@@ -69,7 +70,7 @@ async def judge(
         "messages": [{"role": "user", "content": text}],
     }
     for _ in range(attempts):
-        reply = await post(f"{url}/v1/chat/completions", body, timeout_s)
+        reply = await post(f"{url}/v1/chat/completions", body, timeout_s, api_key)
         said = reply["choices"][0]["message"]["content"] or ""
         scores = _scores(said, len(rubric))
         if scores:
@@ -161,6 +162,7 @@ async def reward_model(
     prompt: str,
     url: str,
     model: str,
+    api_key: str | None = None,
     scale: float = 1.0,
     shift: float = 0.0,
     think_tag: str | None = None,
@@ -173,7 +175,7 @@ async def reward_model(
     if think_tag is not None:
         prompt, completion = without_thought(prompt, completion, think_tag)
     text = prompt + completion + end
-    reply = await post(f"{url}/pooling", {"model": model, "input": text}, timeout_s)
+    reply = await post(f"{url}/pooling", {"model": model, "input": text}, timeout_s, api_key)
     score = reply["data"][0]["data"]
     while isinstance(score, list):
         [score] = score

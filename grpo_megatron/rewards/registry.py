@@ -4,12 +4,13 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpo_megatron.config.imports import ENVIRONMENT_REWARD, imported
+from grpo_megatron.config.secret_values import with_secrets
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.errors import RewardError, raised_as
+from grpo_megatron.errors import ConfigError, RewardError, raised_as
 
 CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids", "outcome")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
@@ -25,7 +26,7 @@ class BoundReward:
 
     reference: str  # "module:function"
     function: Callable[..., Any]
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] = field(repr=False)  # with secrets
     context: tuple[str, ...]
 
     @property
@@ -65,10 +66,16 @@ def bind(
     requires and that `arguments` do not set. One with a default of its own keeps it: a judge's
     `max_tokens` is the length of its verdict.
 
+    Secrets that arguments name by a variable of the environment, `"$NAME"`, are looked up.
+
     The current directory is searched last, so that a file beside the recipe needs no package."""
     if reference == ENVIRONMENT_REWARD:
         reference = _OUTCOME
     function = imported(reference, RewardError, "reward")
+    try:
+        arguments = with_secrets(arguments)
+    except ConfigError as error:
+        raise RewardError(f"reward {reference}: {error.message}", remedy=error.remedy) from error
     modules, check = getattr(function, "needs", ((), lambda **_: None))
     for module in modules:
         with raised_as(

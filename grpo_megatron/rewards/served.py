@@ -7,14 +7,19 @@ import aiohttp
 from grpo_megatron.errors import RewardError
 
 
-async def post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
+async def post(
+    url: str, body: dict[str, Any], timeout_s: float, api_key: str | None = None
+) -> Any:
     """The reply's JSON. RewardError where there is none within `timeout_s`, or another status
     than 200: the sample is unscorable then."""
     limit = aiohttp.ClientTimeout(total=timeout_s)
+    headers = {}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     try:
         async with (
             aiohttp.ClientSession(timeout=limit) as session,
-            session.post(url, json=body) as response,
+            session.post(url, json=body, headers=headers) as response,
         ):
             if response.status != 200:
                 raise RewardError(f"{response.status}: {(await response.text())[:200]}", where=url)

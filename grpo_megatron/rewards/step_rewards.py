@@ -41,6 +41,7 @@ async def process_reward_model(
     prompt: str,
     url: str,
     model: str,
+    api_key: str | None = None,
     separator: str = "\n\n",
     step_token: str = "<extra_0>",
     label: int = 1,
@@ -61,7 +62,7 @@ async def process_reward_model(
         return []
     solution = "".join(step.text.replace(step_token, "") + step_token for step in steps)
     body = {"model": model, "input": prompt + solution, "add_special_tokens": False}
-    reply = await post(f"{url}/pooling", body, timeout_s)
+    reply = await post(f"{url}/pooling", body, timeout_s, api_key)
     scores = reply["data"][0]["data"]
     if not isinstance(scores, list) or len(scores) != len(steps):
         raise RewardError(

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
+from grpo_megatron.config.secret_values import with_secrets
 from grpo_megatron.environments.agent_function import ClientSettings
 from grpo_megatron.environments.protocol import Unscorable
 from grpo_megatron.errors import EpisodeError
@@ -163,7 +164,7 @@ def _variables(variables: Mapping[str, str], client: ClientSettings) -> dict[str
         "NO_PROXY": unproxied,
         "no_proxy": unproxied,
         "PATH": _search_path(),
-        **variables,
+        **with_secrets(variables),
         "OPENAI_BASE_URL": client.base_url,
         "OPENAI_API_KEY": client.api_key,
         "OPENAI_MODEL": client.model,

@@ -15,6 +15,7 @@ from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.rules.preferences import PREFERENCE_RULES
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.rules.run import RUN_RULES
+from grpo_megatron.config.rules.secrets import SECRET_RULES
 from grpo_megatron.config.run import RolloutConfig
 from tests.config.conftest import unchecked_config
 
@@ -32,6 +33,7 @@ ALL_RULES = (
     PREFERENCE_RULES,
     PLACEMENT_RULES,
     LORA_RUN_RULES,
+    SECRET_RULES,
     DOMAIN_RULES,
     ENVIRONMENT_RULES,
     OBJECTIVE_RULES,
@@ -48,6 +50,7 @@ PREFERENCES = [
 ]
 REWARD_MODEL = [*PREFERENCES, "kind=reward_model", "preferences.loss=bradley_terry"]
 BROKEN = [
+    ("secrets", ["domains.0.arguments.api_key=x"]),
     ("rewards", ["domains.0.rewards=[]"]),
     ("preferences", ["preferences.loss=ipo"]),
     ("domain_source", ["domains.0.dataset=null", "domains.0.source=run", "domains.0.path=x"]),
@@ -368,7 +371,7 @@ def test_every_check_finds_something_in_a_case_above():
     unbroken = {check for rules in ALL_RULES for _, check in rules._checks}
     for _, overrides in BROKEN:
         run = unchecked_config(*overrides)
-        of_runs = ALL_RULES[:6]
+        of_runs = ALL_RULES[:7]
         subjects = [(rules, (run,)) for rules in of_runs]
         for index, domain in enumerate(run.domains):
             subjects.append((DOMAIN_RULES, (run, domain, index)))

@@ -18,7 +18,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.errors import ConfigError, EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
 from tests.episodes import sequence_of
@@ -63,11 +63,14 @@ def place(token: int, **changes) -> dict:
     return {str(token): {"logprob": -9.0, "rank": 50}, **best, **changes}
 
 
-def served(ask, answer_place=place, status: int = 200, **rollout):
-    """`ask(teachers)` of a recipe whose domain b has a server; also what it was asked."""
+def served(ask, answer_place=place, status: int = 200, teacher=None, keys=None, **rollout):
+    """`ask(teachers)` of a recipe whose domain b has a server; also what it was asked, and in `keys`
+    with which ones."""
     asked = []
+    keys = [] if keys is None else keys
 
     async def complete(request: web.Request) -> web.Response:
+        keys.append(request.headers.get("Authorization"))
         asked.append(body := await request.json())
         places = [None, *map(answer_place, body["prompt"][1:])]
         return web.json_response({"choices": [{"prompt_logprobs": places}]}, status=status)
@@ -96,7 +99,7 @@ def served(ask, answer_place=place, status: int = 200, **rollout):
         teachers = ServedTeachers(
             config_of(
                 {"path": "somewhere", "domains": ["a"]},
-                {"url": f"http://127.0.0.1:{port}", "domains": ["b"]},
+                {"url": f"http://127.0.0.1:{port}", "domains": ["b"], **(teacher or {})},
                 **rollout,
             )
         )
@@ -114,6 +117,19 @@ GROUPS = [
     group_of("b", (10, 20), (30, 40), (50,)),
     group_of("b", (11,), (31,)),
 ]
+
+
+def test_a_teacher_gets_the_key_that_the_recipe_names(monkeypatch):
+    def ask(teachers):
+        return teachers.answers(GROUPS[1:])
+
+    monkeypatch.setenv("TEACHER_KEY", "secret")
+    keys: list = []
+    served(ask, teacher={"api_key": "$TEACHER_KEY"}, keys=keys)
+    assert set(keys) == {"Bearer secret"}
+    monkeypatch.delenv("TEACHER_KEY")
+    with pytest.raises(ConfigError, match="variable TEACHER_KEY is not set"):
+        served(ask, teacher={"api_key": "$TEACHER_KEY"})
 
 
 def test_answers_are_those_of_its_domains_in_the_order_of_the_table():

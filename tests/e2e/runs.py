@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
 FOLDER = str(HERE)
 COMMAND = [sys.executable, "-m", "grpo_megatron.cli.main"]
 RECIPE = str(HERE / "recipe.toml")
+SECRETS = {
+    "HF_TOKEN": "hf_SecretOfHuggingFace0123456789ab",
+    "WANDB_API_KEY": "5ec7e700" * 5,
+    "OPENAI_API_KEY": "sk-SecretOfOpenAI0123456789abcdef",
+    "VLLM_API_KEY": "SecretOfVllm0123456789abcdef",
+    "AWS_SECRET_ACCESS_KEY": "SecretOfAws0123456789abcdefghijklmnopqr",
+    "REWARD_KEY": "SecretOfReward0123456789abcdef",
+}
+"""In the environment of every run here."""
 TIMEOUT_S = 1500  # of what hangs, as in pyproject.toml
 # not a function of the samples alone
 TIMED = (
@@ -53,7 +65,8 @@ def start(*arguments: str) -> subprocess.Popen:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(HERE)}
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, **SECRETS}
 
 
 def metrics(run: Path) -> list[dict]:
@@ -77,6 +90,48 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline, f"no {count} steps in {run}"
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def command_lines() -> Iterator[set[bytes]]:
+    """What the list of processes shows while the block runs."""
+    seen: set[bytes] = set()
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.2):
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    seen.add(path.read_bytes())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+
+
+def tokens(run: Path) -> set[str]:
+    """What the servers of a run ask for."""
+    files = (run / "endpoints").rglob("*.json")
+    return {json.loads(file.read_text()).get("token") for file in files} - {None, ""}
+
+
+def shown_secrets(run: Path) -> dict[str, list[str]]:
+    """By file of a run that others may read, or that has no tokens to hold: the secrets in it."""
+    secrets = {*SECRETS.values(), *tokens(run)}
+    found = {}
+    for file in run.rglob("*"):
+        if not file.is_file() or file.is_symlink():
+            continue
+        is_private = file.is_relative_to(run / "endpoints") and not file.stat().st_mode & 0o077
+        content = file.read_bytes()
+        inside = [secret for secret in secrets if secret.encode() in content and not is_private]
+        if inside:
+            found[str(file.relative_to(run))] = inside
+    return found
 
 
 def role_pid(run: Path, role: str) -> int:

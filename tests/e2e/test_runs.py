@@ -48,7 +48,16 @@ PER_STEP = (
 def whole(tmp_path_factory) -> Path:
     """An uninterrupted deterministic run of six steps."""
     root = tmp_path_factory.mktemp("runs")
-    done = runs.command("train", runs.RECIPE, f"runs_dir={root}", "name=whole")
+    with runs.command_lines() as seen:
+        done = runs.command(
+            "train",
+            runs.RECIPE,
+            f"runs_dir={root}",
+            "name=whole",
+            "domains.0.rewards.0.arguments.api_key=$REWARD_KEY",
+        )
+    (root / "whole_command_lines").write_bytes(b"\n".join(seen))
+    (root / "whole_output").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("held-out accuracy before 0.0")
     return root / "whole"
@@ -78,6 +87,22 @@ def test_what_a_run_leaves_behind(whole):
     sample = json.loads((whole / "samples/step_000000.jsonl").read_text().splitlines()[0])
     assert sample["rank"] == "best" and set(sample["components"]) == {"vowels", "exact_match"}
     assert not list(whole.rglob("*.tmp"))
+
+
+def test_no_secret_is_shown(whole):
+    """Those of the environment, one that the recipe names, and the tokens of the run's servers: not
+    in its files, its output, its page, or any command line."""
+    page = whole.with_name("page.html")
+    done = runs.command("report", str(whole), "--to", str(page))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "$REWARD_KEY" in (whole / "config.json").read_text()
+    assert runs.tokens(whole)
+    assert runs.shown_secrets(whole) == {}
+    for name in ("whole_command_lines", "whole_output", page.name):
+        content = whole.with_name(name).read_bytes()
+        assert content
+        for secret in {*runs.SECRETS.values(), *runs.tokens(whole)}:
+            assert secret.encode() not in content, name
 
 
 def test_transformers_loads_the_export(whole):
@@ -200,6 +225,7 @@ def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path, pause):
     mirrored = read_offline_wandb(tmp_path / "short")
     assert [{k: v for k, v in m.items() if not k.startswith("_")} for m in mirrored] == records
     assert list((tmp_path / "short").rglob("events.out.tfevents*"))
+    assert runs.shown_secrets(tmp_path / "short") == {}
 
 
 @pytest.mark.chaos

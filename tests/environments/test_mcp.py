@@ -56,12 +56,15 @@ def test_a_wrong_call_is_told(reply, words):
     assert step.outcome.metrics["tool_errors"] == 1
 
 
-def test_variables_reach_the_server():
-    environment = bind("mcp", {**COMMAND, "variables": {"PLACE": "here"}}).make()
-    step = play(
-        environment, Reply("", (ToolCall("variable", {"name": "PLACE"}),)), problem=PROBLEM
-    )[-1]
-    assert step.messages[0]["content"] == "here"
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [("PLACE", "here", "here"), ("PLACE", "$KEY", "$KEY"), ("PLACE_KEY", "$KEY", "secret")],
+)
+def test_variables_reach_the_server(monkeypatch, name, value, found):
+    monkeypatch.setenv("KEY", "secret")
+    environment = bind("mcp", {**COMMAND, "variables": {name: value}}).make()
+    step = play(environment, Reply("", (ToolCall("variable", {"name": name}),)), problem=PROBLEM)[-1]
+    assert step.messages[0]["content"] == found
 
 
 def test_a_server_that_goes_is_nobodys_fault():

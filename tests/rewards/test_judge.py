@@ -14,12 +14,17 @@ from grpo_megatron.rewards.registry import bind
 from grpo_megatron.rewards.step_rewards import process_reward_model, steps_of
 
 
+PLACE = {"url": "http://localhost", "model": "m"}
+
+
 def served(replies: list, reward, **arguments):
     """`reward` against a server that gives `replies` in turn; also what it was asked."""
     asked = []
+    keys = arguments.pop("keys", [])
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(await request.json())
+        keys.append(request.headers.get("Authorization"))
         reply = replies[min(len(asked), len(replies)) - 1]
         if isinstance(reply, int):
             return web.Response(status=reply, text="overloaded")
@@ -50,6 +55,21 @@ def served(replies: list, reward, **arguments):
 
 def said(text: str) -> dict:
     return {"choices": [{"message": {"content": text}}]}
+
+
+@pytest.mark.parametrize("reward", [judge, reward_model, process_reward_model])
+def test_servers_get_the_key_that_the_recipe_names(reward, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    bound = bind(f"{reward.__module__}:{reward.__name__}", {"api_key": "$JUDGE_KEY", **PLACE})
+    assert "secret" not in repr(bound)
+    keys: list = []
+    reply = said("1: 10") | {"data": [{"data": [0.5]}]}
+    served([reply], reward, keys=keys, api_key=bound.arguments["api_key"])
+    served([reply], reward, keys=keys)
+    assert keys == ["Bearer secret", None]
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(RewardError, match="variable JUDGE_KEY is not set"):
+        bind(f"{reward.__module__}:{reward.__name__}", {"api_key": "$JUDGE_KEY", **PLACE})
 
 
 def test_a_rubric_is_the_mean_of_its_criteria():

@@ -32,6 +32,7 @@ def main(deed: str) -> None:
         print(json.dumps({"reward": float(reply == problem["answer"]), "more": [1]}))
     elif deed == "told":
         told = {"directory": os.getcwd(), "files": os.listdir(), "problem": problem}
+        told["key"] = os.environ["PROGRAM_KEY"]
         print(json.dumps({"reward": 0.5, **told}))
         with open(os.environ["TOLD"], "w") as file:
             json.dump(told, file)

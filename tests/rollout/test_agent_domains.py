@@ -24,7 +24,7 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments import failures as failures_module
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.environments.registry import bind
-from grpo_megatron.errors import EngineError, EpisodeError
+from grpo_megatron.errors import ConfigError, EngineError, EpisodeError
 from grpo_megatron.launch.bindings import refuse_unbound_environments
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.door import Door
@@ -98,10 +98,11 @@ def rewards_of(config, prompt, record):
     return asyncio.run(score())
 
 
-def test_a_command_plays_an_episode(directory, tokenizer, tmp_path):
+def test_a_command_plays_an_episode(directory, tokenizer, tmp_path, monkeypatch):
     policy = Policy(tokenizer, "408")
     told = tmp_path / "told.json"
-    config = command("told", variables={"TOLD": str(told)})
+    monkeypatch.setenv("SECRET_KEY", "secret")
+    config = command("told", variables={"TOLD": str(told), "PROGRAM_KEY": "$SECRET_KEY"})
     [record] = played(directory, tokenizer, config, policy=policy)
     require_as_sampled(policy, record)
     assert record.outcome == 0.5 and len(record.turns) == 1 and record.text == "408"
@@ -112,6 +113,7 @@ def test_a_command_plays_an_episode(directory, tokenizer, tmp_path):
         "metadata": {"kind": "test"},
         "seed": 7,
     }
+    assert told["key"] == "secret"
     # a directory of its own, gone with it
     assert told["files"] == [] and not os.path.exists(told["directory"])
 
@@ -267,6 +269,15 @@ def test_a_program_that_is_not_there_is_refused_before_the_run(agent, words):
     with pytest.raises(EpisodeError) as caught:
         refuse_unbound_environments(config_of(**agent))
     assert words in str(caught.value) and caught.value.where == "[[domains]] d, agent"
+
+
+def test_a_key_that_is_not_set_is_refused_before_the_run(monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match="variable NO_SUCH_KEY is not set") as caught:
+        refuse_unbound_environments(
+            config_of(command=("true",), variables={"PROGRAM_KEY": "$NO_SUCH_KEY"})
+        )
+    assert caught.value.where == "[[domains]] d, agent"
 
 
 def test_files_of_a_command_are_found_from_everywhere(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.rules.preferences import PREFERENCE_RULES
 from grpo_megatron.config.rules.rule_set import Violation
 from grpo_megatron.config.rules.run import RUN_RULES
+from grpo_megatron.config.rules.secrets import SECRET_RULES
 from grpo_megatron.config.run import RunConfig
 
 
@@ -23,6 +24,7 @@ def check_rules(run: RunConfig) -> list[Violation]:
         PREFERENCE_RULES,
         PLACEMENT_RULES,
         LORA_RUN_RULES,
+        SECRET_RULES,
     )
     for rules in of_run:
         found += rules.violations(run, config=run)

@@ -28,6 +28,8 @@ class Violation:
     """The rule's short fixed name."""
     value: Any = None
     """What the key is now."""
+    hides_value: bool = False
+    """Whether the value may not be shown."""
 
 
 Check = Callable[..., Violation | Sequence[Violation] | None]
