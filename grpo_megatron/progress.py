@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 
 BEAT_S = 5.0
@@ -39,7 +40,7 @@ class ProgressRecord:
     beat: int
     """Counts the writes: it moves as long as the process is scheduled."""
     written_at: float
-    """`time.time()` of the write."""
+    """`time.time()` of the write, which may jump: for who has no other clock."""
     phase: str
     """What it is in: a word, under which durations are compared."""
     detail: str
@@ -56,6 +57,25 @@ class ProgressRecord:
     """What it sees wrong with processes that it started; empty: nothing."""
     dumps_stacks: bool = False
     """Whether STACK_SIGNAL has it write its stacks to its log."""
+    boot: str = ""
+    """Which start of its node this is; empty: unknown."""
+    up_s: float = 0.0
+    """Seconds from that start to the write: a clock that all processes of the node share, and that
+    nobody sets."""
+
+
+@lru_cache(maxsize=1)
+def this_boot() -> str:
+    """Which start of this node this is, as `ProgressRecord.boot`; empty where the kernel does not
+    say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def up_seconds() -> float:
+    """Seconds since this node started, with those in which it slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def read_progress(path: Path) -> ProgressRecord | None:
@@ -133,6 +153,8 @@ class Progress:
             write_s=round(self._write_s, 3),
             trouble=self._examine(),
             dumps_stacks=self._dumps_stacks,
+            boot=this_boot(),
+            up_s=round(up_seconds(), 3),
         )
 
     def write(self) -> None:

@@ -1,9 +1,9 @@
 """Checkpoints are read without running what is in them.
 
 Distributed checkpoints have pickles in four places: `.metadata`, objects beside the tensors, the
-tensors themselves and, of some releases of Megatron-Core, `common.pt`. torch 2.13 reads the first two
-without a guard (torch/distributed/checkpoint/filesystem.py:930 and default_planner.py:387), and a
-pickle may name any function to be called. Within `plain_data_only` all of them are read as plain
+tensors themselves and, of some releases of Megatron-Core, `common.pt`. torch 2.13 reads the first
+two without a guard (torch/distributed/checkpoint/filesystem.py:930 and default_planner.py:387), and
+a pickle may name any function to be called. Within `plain_data_only` all of them are read as plain
 data: what names anything else is refused, before it is looked up."""
 
 import os
@@ -77,7 +77,7 @@ def _load(file: IO[bytes]) -> Any:
 def plain_data_only(directory: Path) -> Iterator[None]:
     """Within the block the distributed checkpoint `directory` is read as plain data.
 
-    Raises CheckpointError where it is more, by the name of what it would run; none of it has run."""
+    Raises CheckpointError where it is more, by the name of what it would run, and nothing ran."""
     guarded = SimpleNamespace(**{**vars(pickle), "load": _load})
     with (
         refusals_named(directory),

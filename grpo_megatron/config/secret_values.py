@@ -48,7 +48,7 @@ def holds_secret(value: object) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """A text about a recipe, with what looks like a secret, or is set under such a name, left out."""
+    """A text about a recipe, without what looks like a secret or is set under such a name."""
     text = _SET.sub(rf"\g<1>{_HIDDEN}", text)
     text = _IN_URL.sub(rf"\g<1>{_HIDDEN}", text)
     return _WORD.sub(_HIDDEN, text)

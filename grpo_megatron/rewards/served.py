@@ -7,9 +7,7 @@ import aiohttp
 from grpo_megatron.errors import RewardError
 
 
-async def post(
-    url: str, body: dict[str, Any], timeout_s: float, api_key: str | None = None
-) -> Any:
+async def post(url: str, body: dict[str, Any], timeout_s: float, api_key: str | None = None) -> Any:
     """The reply's JSON. RewardError where there is none within `timeout_s`, or another status
     than 200: the sample is unscorable then."""
     limit = aiohttp.ClientTimeout(total=timeout_s)

@@ -71,13 +71,8 @@ def test_what_is_no_secret_is_shown(text):
 
 
 def test_names_of_variables_are_kept_as_they_are():
-    resolved = load_recipe(
-        RECIPE,
-        [
-            *PROGRAM,
-            "domains.0.agent={command=['true'], variables={JUDGE_TOKEN='$JUDGE_TOKEN', HOME='$HOME'}}",
-        ],
-    )
+    agent = "domains.0.agent={command=['true'], variables={JUDGE_TOKEN='$JUDGE_TOKEN'}}"
+    resolved = load_recipe(RECIPE, [*PROGRAM, agent])
     assert resolved.config.domains[0].agent.variables["JUDGE_TOKEN"] == "$JUDGE_TOKEN"
 
 
@@ -96,5 +91,14 @@ def test_references_are_looked_up_where_a_secret_is_meant(monkeypatch):
 
 def test_which_names_are_those_of_secrets():
     secrets = ["api_key", "judge_api_key", "password", "auth_token", "HF_TOKEN", "WANDB_API_KEY"]
-    others = ["step_token", "eos_token", "max_tokens", "answer_tag", "key", "keys", "TOKENS", "token_ids"]
+    others = [
+        "step_token",
+        "eos_token",
+        "max_tokens",
+        "answer_tag",
+        "key",
+        "keys",
+        "TOKENS",
+        "token_ids",
+    ]
     assert [name for name in secrets + others if is_secret_name(name)] == secrets

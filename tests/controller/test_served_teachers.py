@@ -64,8 +64,8 @@ def place(token: int, **changes) -> dict:
 
 
 def served(ask, answer_place=place, status: int = 200, teacher=None, keys=None, **rollout):
-    """`ask(teachers)` of a recipe whose domain b has a server; also what it was asked, and in `keys`
-    with which ones."""
+    """`ask(teachers)` of a recipe whose domain b has a server; also what it was asked. The keys
+    that it was shown are put into `keys`."""
     asked = []
     keys = [] if keys is None else keys
 

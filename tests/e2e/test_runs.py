@@ -166,6 +166,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole, how):
 
 
 @pytest.mark.chaos
+def test_a_clock_that_jumps_by_days_changes_nothing(whole, monkeypatch):
+    """In every Python process of the run: the same metrics, and nobody is named."""
+    monkeypatch.setenv("PYTHONPATH", str(runs.HERE / "jumping_clock"), prepend=os.pathsep)
+    done = runs.command("train", runs.RECIPE, f"runs_dir={whole.parent}", "name=jumping")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = whole.parent / "jumping"
+    assert runs.timeless(runs.metrics(run)) == runs.timeless(runs.metrics(whole))
+    times = [record["time_s"] for record in runs.metrics(run)]
+    assert max(times) - min(times) > 80000  # it has jumped
+    assert not runs.events(run, "hung") and not runs.events(run, "died")
+
+
+@pytest.mark.chaos
 def test_a_killed_controller_loses_no_recorded_step(whole):
     """Steps after the checkpoint are trained from the store, not sampled again."""
     root, run = whole.parent, whole.parent / "sampled"

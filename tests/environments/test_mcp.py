@@ -63,7 +63,9 @@ def test_a_wrong_call_is_told(reply, words):
 def test_variables_reach_the_server(monkeypatch, name, value, found):
     monkeypatch.setenv("KEY", "secret")
     environment = bind("mcp", {**COMMAND, "variables": {name: value}}).make()
-    step = play(environment, Reply("", (ToolCall("variable", {"name": name}),)), problem=PROBLEM)[-1]
+    step = play(environment, Reply("", (ToolCall("variable", {"name": name}),)), problem=PROBLEM)[
+        -1
+    ]
     assert step.messages[0]["content"] == found
 
 

@@ -1,8 +1,8 @@
 """Programs that are nobody's friends, as data, and some that are.
 
 A hostile one prints ESCAPED where its attack works, REFUSED where it was refused as it should be.
-`CANARY` stands for a file outside of the sandbox, `PORT` for a listening port of this machine, `LOCAL`
-for the path and `ABSTRACT` for the name of a Unix socket outside, `OUTSIDE` for a process.
+`CANARY` stands for a file outside of the sandbox, `PORT` for a listening port of this machine,
+`LOCAL` for the path and `ABSTRACT` for the name of a Unix socket outside, `OUTSIDE` for a process.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ attempt(ours.sendto, b'harm', LOCAL)""",
     "hard link to the canary": "attempt(os.link, CANARY, '/tmp/link')",
     "hard link to Python": "attempt(os.link, sys.executable, '/tmp/link')",
     "write the canary by a link": "os.symlink(CANARY, '/tmp/link'); attempt(write, '/tmp/link')",
-    "write Python by a link": "os.symlink(sys.executable, '/tmp/link'); attempt(write, '/tmp/link')",
+    "write Python by a link": """
+os.symlink(sys.executable, '/tmp/link'); attempt(write, '/tmp/link')""",
     "a link in place of the program": """
 os.symlink('/tmp/other', '/tmp/link'); attempt(os.replace, '/tmp/link', __file__)""",
     "move a directory of the system": "attempt(os.rename, '/usr/lib', '/tmp/lib')",
@@ -404,7 +405,13 @@ def f(x): return 0""",
 }
 
 # Those that only the limit of time ends.
-SLOW_CHEATS = {"loops", "deep data", "a flood on the link", "a pickle that calls", "iterator without end"}
+SLOW_CHEATS = {
+    "loops",
+    "deep data",
+    "a flood on the link",
+    "a pickle that calls",
+    "iterator without end",
+}
 
 # Program, its standard input, its standard output.
 HONEST_PAIRS = {

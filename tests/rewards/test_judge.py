@@ -13,7 +13,6 @@ from grpo_megatron.rewards.judge import judge, reward_model
 from grpo_megatron.rewards.registry import bind
 from grpo_megatron.rewards.step_rewards import process_reward_model, steps_of
 
-
 PLACE = {"url": "http://localhost", "model": "m"}
 
 

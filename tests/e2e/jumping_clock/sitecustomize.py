@@ -1,0 +1,16 @@
+"""In every Python process that finds this file first: `time.time` jumps, by hours, there and back.
+
+What Python's own threads and locks wait by is the monotonic clock, which stays as it is."""
+
+import itertools
+import time
+
+_actual = time.time
+_jumps = itertools.cycle([0.0] * 20 + [86400.0] * 20 + [-86400.0] * 20)
+
+
+def _jumping() -> float:
+    return _actual() + next(_jumps)
+
+
+time.time = _jumping
