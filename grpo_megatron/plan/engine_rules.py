@@ -176,7 +176,7 @@ def _uneven_cpu_widths(rollout: RolloutConfig, model: ModelFacts) -> Iterator[Vi
         if columns % _CPU_MULTIPLE:
             yield Violation(
                 _TENSOR_PARALLEL_SIZE,
-                f"vLLM's CPU build needs a {width.what} that is a multiple of {_CPU_MULTIPLE}; the "
+                f"the {width.what} must be a multiple of {_CPU_MULTIPLE} for vLLM's CPU build; the "
                 f"model's is {columns}",
                 remedy="use another model, or a GPU",
             )
@@ -184,8 +184,8 @@ def _uneven_cpu_widths(rollout: RolloutConfig, model: ModelFacts) -> Iterator[Vi
             divisor = width.divisor.partition(" =")[0]
             yield Violation(
                 width.field,
-                f"vLLM's CPU build needs a {width.what} that is a multiple of {_CPU_MULTIPLE} on "
-                f"every rank; {columns} / {divisor} = {of_worker}",
+                f"the {width.what} on every rank must be a multiple of {_CPU_MULTIPLE} for vLLM's "
+                f"CPU build; {columns} / {divisor} = {of_worker}",
                 remedy=width.remedy,
             )
 

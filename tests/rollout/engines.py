@@ -105,6 +105,23 @@ def reference_routes(model, prompt: Sequence[int], completion: Completion) -> np
     return np.sort(top.transpose(0, 1).numpy()[:-1], -1)
 
 
+def first_tie(model, prompt: Sequence[int], completion: Completion, gap: float = 1e-5) -> int:
+    """The first of the `T_p + T - 1` rows in which rounding decides which experts a router takes;
+    behind it the engine may have computed something else. T_p + T - 1 where there is none."""
+    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids, output_router_logits=True).router_logits
+    is_tied = torch.zeros(ids.shape[1], dtype=torch.bool)
+    for layer in logits:
+        taken = EXPERTS["num_experts_per_tok"]
+        best = layer.topk(taken + 1, -1).values
+        is_tied |= best[:, taken - 1] - best[:, taken] < gap
+    rows = is_tied[:-1].nonzero()
+    if len(rows):
+        return int(rows[0])
+    return ids.shape[1] - 1
+
+
 def make_config(**rollout) -> RunConfig:
     base = {
         "dtype": "float32",

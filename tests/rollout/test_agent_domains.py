@@ -68,17 +68,24 @@ def command(deed, **settings):
     return config_of(command=["python", PROGRAM, deed], **settings)
 
 
-def played(directory, tokenizer, config, *questions, policy=None, answer="408"):
-    """Records of an episode for each question, one after the other."""
+def played(directory, tokenizer, config, *questions, policy=None, answer="408", later=None):
+    """Records of an episode for each question, one after the other. later: settings of all but the
+    first one, whose processes are the same."""
     policy = policy or Policy(tokenizer, "408")
 
     async def run():
         records = []
         async with EnvironmentHost(config.domains) as host, Door("127.0.0.1") as door:
-            domains = agent_domains(
-                config, tokenizer, directory, host.environment, door, Path("log")
-            )
+
+            def domains_of(settings):
+                return agent_domains(
+                    settings, tokenizer, directory, host.environment, door, Path("log")
+                )
+
+            domains = domains_of(config)
             for number, question in enumerate(questions or ("12*34",)):
+                if number == 1 and later is not None:
+                    domains = domains_of(later)
                 prompt = Prompt(f"p{number}", "d", "", (5,), answer, {"kind": "test"}, question)
                 records.append(await domains["d"].play(policy, prompt, EpisodeSeeds(7, 3), 200))
         return records
@@ -213,10 +220,13 @@ def test_a_function_plays_episodes(directory, tokenizer):
     assert spoilt == [False, False, True, True, False]
 
 
-@pytest.mark.parametrize("question", ["exit", "block", "wait"])
-def test_a_function_that_takes_its_process_with_it_costs_an_episode(directory, tokenizer, question):
-    config = config_of(function=FUNCTION, episode_s=8)
-    first, second = played(directory, tokenizer, config, question, "12*34")
+@pytest.mark.parametrize(("question", "episode_s"), [("exit", 600), ("block", 8), ("wait", 8)])
+def test_a_function_that_takes_its_process_with_it_costs_an_episode(
+    directory, tokenizer, question, episode_s
+):
+    config = config_of(function=FUNCTION, episode_s=episode_s)
+    patient = config_of(function=FUNCTION, episode_s=600)
+    first, second = played(directory, tokenizer, config, question, "12*34", later=patient)
     assert math.isnan(first.outcome) and first.turns[-1].spoilt
     assert second.outcome == 1.0
 
