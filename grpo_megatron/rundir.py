@@ -43,6 +43,7 @@ class RunDir:
     slurm = _Entry("slurm")  # the batch script and the job that runs it
     model = _Entry("model")  # the initial Hugging Face checkpoint, when the run made it
     dataset = _Entry("dataset.jsonl")  # of rejection sampling
+    experience = _Entry("experience.json")  # lessons of a run of kind experience, and its state
     reference = _Entry("reference")  # log-probs of preferences under the reference
     result = _Entry("result.json")  # accuracies, seconds, steps of a finished run
     export = _Entry("export")  # the final Hugging Face checkpoint

@@ -10,6 +10,7 @@ from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.allocation import AllocationConfig, SeedingConfig
 from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
+from grpo_megatron.config.experience import ExperienceConfig
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.preferences import PreferencesConfig
@@ -519,11 +520,18 @@ class RunConfig(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Run directory is `runs_dir/name`."""
     kind: Literal[
-        "rl", "sft", "distil", "preferences", "reward_model", "rejection_sample", "eval"
+        "rl",
+        "sft",
+        "distil",
+        "preferences",
+        "reward_model",
+        "experience",
+        "rejection_sample",
+        "eval",
     ] = "rl"
     """rl; sft: on the responses of the data set; distil: to teachers; preferences: on pairs of
     answers (DPO and others); reward_model: a scalar for answers, on pairs; rejection_sample: makes
-    a data set; eval: accuracy only."""
+    a data set; experience: lessons in the prompt, the weights stay; eval: accuracy only."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of weights, sampling and splits."""
     num_steps: int = Field(100, ge=0)
@@ -543,6 +551,7 @@ class RunConfig(Strict):
     distillation: DistillationConfig | None = None
     preferences: PreferencesConfig = PreferencesConfig()
     rejection: RejectionConfig = RejectionConfig()
+    experience: ExperienceConfig | None = None
     routing: RoutingConfig = RoutingConfig()
     trainer: TrainerConfig = TrainerConfig()
     lora: LoraConfig | None = None
@@ -624,11 +633,18 @@ class RunConfig(Strict):
         return self.kind in ("rl", "sft", "distil") or self.trains_preferences
 
     @property
+    def takes_steps(self) -> bool:
+        """Whether a run of this kind has steps, and an accuracy before the first of them."""
+        return self.trains or self.kind == "experience"
+
+    @property
     def input_paths(self) -> list[Path]:
         """What a run reads: model, data sets, references, teachers."""
         paths = {self.model.path, self.preferences.reference}
         if self.lora is not None:
             paths.add(self.lora.path)
+        if self.experience is not None:
+            paths.add(self.experience.path)
         if self.distillation:
             paths |= {teacher.path for teacher in self.distillation.teachers}
         for domain in self.domains:

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from grpo_megatron.config.experience import ExperienceConfig
 from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
@@ -18,6 +19,10 @@ from grpo_megatron.controller.cold_start import ColdStart
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.evaluation import Evaluator, HeldOutEvaluator, Results
 from grpo_megatron.controller.exemplars import ExemplarStore
+from grpo_megatron.controller.experience.asking import writer_of
+from grpo_megatron.controller.experience.learner import ExperienceLearner, PromptTeller
+from grpo_megatron.controller.experience.library import Library
+from grpo_megatron.controller.experience.writer import LessonWriter
 from grpo_megatron.controller.preference_steps import (
     AnswerScorer,
     PreferenceEvaluator,
@@ -54,6 +59,7 @@ from grpo_megatron.trainer.requests import (
     SaveCheckpoint,
     SnapshotReference,
 )
+from grpo_megatron.types import Prompt
 
 
 async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
@@ -117,9 +123,13 @@ class Run:
         num_samples = {}
         if self.config.kind == "rejection_sample":
             num_samples = await self._sample_dataset()
-        results = await self.evaluator.evaluate(
-            self.resources.splits.heldout, self.config.evaluation.num_samples
-        )
+        heldout: Sequence[Prompt] = self.resources.splits.heldout
+        if self.config.experience is not None:
+            learned = await self._learn_lessons(self.config.experience, state)
+            if learned is None:
+                return False
+            state, heldout = learned
+        results = await self.evaluator.evaluate(heldout, self.config.evaluation.num_samples)
         self._conclude(state, results, num_samples, time.monotonic() - began)
         return True
 
@@ -168,7 +178,7 @@ class Run:
                 return None
         await resources.trainer.call(SnapshotReference())
         before = float("nan")
-        if self.config.trains:
+        if self.config.takes_steps:
             before = await self._accuracy_before()
         if cold_start is None:
             return RunState(0, 0, {}, before, time.monotonic() - self.started)
@@ -207,11 +217,7 @@ class Run:
     async def _train(self, state: RunState) -> RunState:
         """Take the RL steps that are left; returns the state after the last one."""
         config = self.config
-        with contextlib.ExitStack() as stack:
-            metrics = stack.enter_context(closing(MetricsWriter(self.run_dir)))
-            recipe = config.model_dump(mode="json")
-            mirrors = make_mirrors(config.telemetry, self.run_dir, config.name, recipe)
-            stack.enter_context(closing(mirrors))
+        with self._telemetry() as (metrics, mirrors):
             metrics.truncate_after(state.step - 1)
             loop = make_rl_loop(
                 config,
@@ -232,6 +238,16 @@ class Run:
         show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
         return state
 
+    @contextlib.contextmanager
+    def _telemetry(self) -> Iterator[tuple[MetricsWriter, Mirrors]]:
+        """The writer of metrics.jsonl and what copies it, both open."""
+        config = self.config
+        with closing(MetricsWriter(self.run_dir)) as metrics:
+            recipe = config.model_dump(mode="json")
+            mirrors = make_mirrors(config.telemetry, self.run_dir, config.name, recipe)
+            with closing(mirrors):
+                yield metrics, mirrors
+
     async def _export(self) -> None:
         num_bytes = await self.resources.trainer.call(ExportModel(self.run_dir.export))
         show(
@@ -251,6 +267,49 @@ class Run:
             tokenizer=self.resources.tokenizer,
         )
 
+    async def _learn_lessons(
+        self, settings: ExperienceConfig, state: RunState
+    ) -> tuple[RunState, list[Prompt]] | None:
+        """Take the steps of a run of kind experience; returns the state after them and the held-out
+        prompts with what was learned, None where it was told to stop."""
+        library = Library(settings.max_experiences, settings.max_words)
+        if settings.path is not None:
+            library.load(settings.path)
+        teller = PromptTeller(
+            self.config, settings, library=library, tokenizer=self.resources.tokenizer
+        )
+        if self.config.kind == "experience":
+            step = await self._take_lesson_steps(settings, teller)
+            if step < self.config.num_steps:
+                self._tell_stopped(f"after {step} steps")
+                return None
+            state = replace(state, step=step)
+            show("message", text=f"{len(library.lessons)} lessons: {self.run_dir.experience}")
+        return state, [teller.told(prompt) for prompt in self.resources.splits.heldout]
+
+    async def _take_lesson_steps(self, settings: ExperienceConfig, teller: PromptTeller) -> int:
+        """Returns how many steps were taken, over all attempts."""
+        resources = self.resources
+        ask = writer_of(
+            self.config, settings, workers=resources.workers, tokenizer=resources.tokenizer
+        )
+        learner = ExperienceLearner(
+            self.config,
+            self.run_dir,
+            sampler=new_sampler(self.config, resources.splits),
+            workers=resources.workers,
+            rewards=resources.rewards,
+            teller=teller,
+            writer=LessonWriter(settings, ask),
+            phases=self.phases,
+            stopping=self.stopping,
+        )
+        learner.restore()
+        self.on_start(self.stopping)
+        with self._telemetry() as (metrics, mirrors):
+            await learner.run(metrics, mirrors)
+        return learner.step
+
     def _conclude(
         self,
         state: RunState,
@@ -263,7 +322,7 @@ class Run:
         num_samples: of the data set that the run made, empty where it made none."""
         before = None
         told_before = ""
-        if self.config.trains:
+        if self.config.takes_steps:
             before = state.heldout_before
             told_before = f"before {before:.2f} after "
         result = {

@@ -3,13 +3,13 @@
 What is sampled on a seeded prompt is trained on it: its completions name the tokens that they
 answer (`Completion.answered_ids`)."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from grpo_megatron.config.allocation import SeedingConfig
+from grpo_megatron.config.layouts import fill
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.exemplars import Exemplar, ExemplarStore
 from grpo_megatron.controller.group_filter import GroupFilter
@@ -18,8 +18,6 @@ from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Prompt, ScoredGroup
-
-_PLACE = re.compile(r"\{(question|answer)\}")
 
 
 class Seeding:
@@ -36,8 +34,9 @@ class Seeding:
         group_filter: GroupFilter,
         tokenizer: TextTokenizer,
     ):
-        tokenizer.encode(laid_out(settings.exemplar, "", ""), where="seeding.exemplar")
-        tokenizer.encode(laid_out(settings.question, ""), where="seeding.question")
+        empty = {"question": "", "answer": ""}
+        tokenizer.encode(fill(settings.exemplar, empty), where="seeding.exemplar")
+        tokenizer.encode(fill(settings.question, empty), where="seeding.question")
         self._config = config
         self._settings = settings
         self._exemplars = exemplars
@@ -82,8 +81,9 @@ class Seeding:
         def rephrase(question: str) -> str:
             text = ""
             for exemplar in exemplars:
-                text += laid_out(settings.exemplar, exemplar.question, exemplar.answer)
-            return text + laid_out(settings.question, question)
+                values = {"question": exemplar.question, "answer": exemplar.answer}
+                text += fill(settings.exemplar, values)
+            return text + fill(settings.question, {"question": question, "answer": ""})
 
         text = self._renderers[prompt.domain].rephrased(prompt, rephrase)
         return self._tokenizer.encode(text, where=f"a seeded prompt of {prompt.prompt_id}")
@@ -141,9 +141,3 @@ class Seeding:
         except DataError:
             return False
         return True
-
-
-def laid_out(layout: str, question: str, answer: str = "") -> str:
-    """The layout with question and answer in their places, whatever these contain."""
-    values = {"question": question, "answer": answer}
-    return _PLACE.sub(lambda place: values[place[1]], layout)

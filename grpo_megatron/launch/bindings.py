@@ -58,18 +58,22 @@ def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
 
 
 def refuse_unset_keys(config: RunConfig) -> None:
-    """Look up the keys of served teachers.
+    """Look up the keys of served teachers and of the writer of lessons.
 
     Raises ConfigError as the controller would: the environment has no such variable."""
-    if config.distillation is None:
-        return
-    for number, teacher in enumerate(config.distillation.teachers):
-        if teacher.api_key is None:
+    references: dict[str, str | None] = {}
+    if config.distillation is not None:
+        for number, teacher in enumerate(config.distillation.teachers):
+            references[f"distillation.teachers.{number}.api_key"] = teacher.api_key
+    if config.experience is not None:
+        references["experience.writer_api_key"] = config.experience.writer_api_key
+    for key, reference in references.items():
+        if reference is None:
             continue
         try:
-            from_environment(teacher.api_key)
+            from_environment(reference)
         except ConfigError as error:
-            error.where = f"distillation.teachers.{number}.api_key"
+            error.where = key
             raise
 
 

@@ -66,6 +66,8 @@ def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Findin
         findings.append(_exported(run_dir.export))
     if has_served_teachers(config):
         findings.append(_taught(run_dir))
+    if config.kind == "experience":
+        findings.append(_learned_lessons(config, run_dir, records, num_attempts))
     if config.kind == "rejection_sample":
         num_rows = 0
         if run_dir.dataset.exists():
@@ -80,6 +82,16 @@ def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Findin
             Finding("held-out prompts were evaluated", True, f"accuracy {accuracy:.2f}")
         )
     return findings
+
+
+def _learned_lessons(
+    config: RunConfig, run_dir: RunDir, records: Sequence[dict[str, Any]], num_attempts: int
+) -> Finding:
+    """Whether all steps were taken, over all attempts, and left a lesson."""
+    lessons = json.loads(run_dir.experience.read_text(encoding="utf-8"))["lessons"]
+    detail = f"{len(records)} steps in {num_attempts} attempts, {len(lessons)} lessons"
+    is_whole = len(records) == config.num_steps and len(lessons) > 0
+    return Finding("lessons were learned", is_whole, detail)
 
 
 def of_judges(configs: Iterable[RunConfig], num_judged: int) -> list[Finding]:

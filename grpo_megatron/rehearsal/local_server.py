@@ -1,7 +1,8 @@
 """A small HTTP server in the place of judges, reward models and servers that share devices.
 
 It speaks what those are asked in (`rewards/judge.py`, `rewards/step_rewards.py`,
-`rollout/client.py`): a chat reply that scores every criterion, a scalar or scores of steps for
+`rollout/client.py`): a chat reply that scores every criterion, or that has
+a lesson for who asks for a JSON list, a scalar or scores of steps for
 `/pooling`, "yes" to requests to sleep, pause and wake."""
 
 import asyncio
@@ -14,6 +15,7 @@ from aiohttp import web
 _MOST_CRITERIA = 32
 STEP_TOKEN = "<extra_0>"
 """With which the steps of a rehearsal end for process reward models."""
+_LESSON = '[{"operation": "add", "experience": "look twice"}]'
 
 
 class LocalServer:
@@ -61,10 +63,12 @@ class LocalServer:
 
     async def _judge(self, request: web.Request) -> web.Response:
         self.num_judged += 1
-        said = zlib.crc32(await request.read())
+        body = await request.read()
+        if b"JSON list" in body:
+            return _reply(_LESSON)
+        said = zlib.crc32(body)
         scores = [f"{number}: {(said + number) % 11}" for number in range(1, _MOST_CRITERIA + 1)]
-        message = {"role": "assistant", "content": "\n".join(scores)}
-        return web.json_response({"choices": [{"index": 0, "message": message}]})
+        return _reply("\n".join(scores))
 
     async def _score(self, request: web.Request) -> web.Response:
         """A scalar; where the text marks steps, the scores of two classes for each."""
@@ -79,3 +83,9 @@ class LocalServer:
 
     async def _agree(self, request: web.Request) -> web.Response:
         return web.json_response({})
+
+
+def _reply(text: str) -> web.Response:
+    """As OpenAI's API has it."""
+    message = {"role": "assistant", "content": text}
+    return web.json_response({"choices": [{"index": 0, "message": message}]})

@@ -107,7 +107,7 @@ def rehearse_recipe(
         scaled += [f"runs_dir={as_toml(str(folder))}", "name=run"]
         run_dir = RunDir(folder / "run")
         start_teachers(teachers, [config], say)
-        num_attempts = _run(recipe, scaled, run_dir, config.trains, say)
+        num_attempts = _run(recipe, scaled, run_dir, config.takes_steps, say)
         shown = of_run(resolve(recipe, scaled).config, run_dir, num_attempts)
         shown += of_judges([config], server.num_judged)
     for finding in shown:

@@ -134,7 +134,7 @@ def _is_uneven(trainer: TrainerConfig) -> bool:
 
 def _steps(config: RunConfig, changes: _Changes) -> None:
     why = "three steps, a checkpoint after each"
-    if config.trains and config.num_steps > 0:
+    if config.takes_steps and config.num_steps > 0:
         changes.set("num_steps", NUM_STEPS, why)
         changes.set("checkpoint.interval", 1, why)
     if config.evaluation.interval:
@@ -172,6 +172,11 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
             changes.set(f"{key}.reference", str(stand_ins.other_model), "a random reference")
         if domain.num_problems is not None:
             changes.at_most(f"{key}.num_problems", domain.num_problems, 400, "few problems")
+    if config.experience is not None:
+        why_writer = "a local server that writes lessons"
+        changes.set("experience.writer_url", stand_ins.server, why_writer)
+        changes.set("experience.writer_model", "local", why_writer)
+        changes.set("experience.path", None, "no lessons are known")
     if config.preferences.reference is not None:
         changes.set("preferences.reference", str(stand_ins.other_model), "a random reference")
     if config.distillation is not None:

@@ -23,7 +23,7 @@ from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 
-_OUTPUTS = {"rejection_sample": "a data set", "eval": "only numbers"}
+_OUTPUTS = {"rejection_sample": "a data set", "experience": "lessons", "eval": "only numbers"}
 """By kind of stage; every other one gives a checkpoint."""
 
 
@@ -145,10 +145,12 @@ class Graph:
         return tuple(parse_gate(text).below(self.root.absolute()).text for text in gates)
 
     def output(self, name: str) -> Path:
-        """Absolute path of what a stage makes: a data set, or a checkpoint's directory."""
+        """Absolute path of what a stage makes: a data set, lessons, or a checkpoint's directory."""
         run_dir = self.run_dir(name)
         if self.kind(name) == "rejection_sample":
             return run_dir.dataset.absolute()
+        if self.kind(name) == "experience":
+            return run_dir.experience.absolute()
         return run_dir.export.absolute()
 
     def input(self, key: str, parent: str) -> Path:
@@ -282,11 +284,15 @@ def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
         wants = "a data set"
         if kind == "rl" and graph.takes_samples(name, key):
             return
+    if key == "experience.path":
+        wants = "lessons"
     if wants == gives:
         return
     remedy = "name another stage"
     if gives == "a data set":
         remedy = "a data set goes to domains.N.path"
+    elif gives == "lessons":
+        remedy = "lessons go to experience.path"
     elif wants == "a data set" and kind == "rl":
         remedy = 'a domain with source = "run" takes the samples of an RL stage'
     raise ConfigError(

@@ -24,6 +24,7 @@ NORMALISERS = {
     "accuracy/": "groups",
     "advantage/": "samples",
     "environment/": "episodes",
+    "experience/": "step",
     "prefix_cache/": "tokens",
     "time/": "step",
     "idle/": "step",

@@ -9,6 +9,7 @@ from grpo_megatron.config.rules.check import check_rules
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
+from grpo_megatron.config.rules.experience import EXPERIENCE_RULES
 from grpo_megatron.config.rules.lora import LORA_RUN_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
@@ -31,6 +32,7 @@ ALL_RULES = (
     ALLOCATION_RULES,
     DISTILLATION_RULES,
     PREFERENCE_RULES,
+    EXPERIENCE_RULES,
     PLACEMENT_RULES,
     LORA_RUN_RULES,
     SECRET_RULES,
@@ -49,8 +51,21 @@ PREFERENCES = [
     "trainer.max_tokens_per_microbatch=100000",
 ]
 REWARD_MODEL = [*PREFERENCES, "kind=reward_model", "preferences.loss=bradley_terry"]
+LESSONS = ["kind=experience", "experience={}", "cold_start=null", "domains.0.template={question}"]
+LESSONS += ["rollout.max_model_len=2048"]
+SERVED_WRITER = ["experience.writer_url=http://127.0.0.1:1", "experience.writer_model=m"]
 BROKEN = [
     ("secrets", ["domains.0.arguments.api_key=x"]),
+    ("experience", [*LESSONS, "experience=null"]),
+    ("experience", ["experience={}", "domains.0.template={question}"]),
+    ("experience", [*LESSONS, "kind=eval", "num_steps=0"]),
+    ("experience", [*LESSONS, SERVED_WRITER[0]]),
+    ("experience", [*LESSONS, SERVED_WRITER[1]]),
+    ("experience", [*LESSONS, "experience.writer_max_tokens=2048"]),
+    ("experience", [*LESSONS, "batch.max_staleness=1"]),
+    ("experience_layout", [*LESSONS, "experience.layout={question}"]),
+    ("experience_template", [*LESSONS, "domains.0.template={metadata[expression]}"]),
+    ("experience_template", [*LESSONS, *AGENT]),
     ("rewards", ["domains.0.rewards=[]"]),
     ("preferences", ["preferences.loss=ipo"]),
     ("domain_source", ["domains.0.dataset=null", "domains.0.source=run", "domains.0.path=x"]),
@@ -371,7 +386,7 @@ def test_every_check_finds_something_in_a_case_above():
     unbroken = {check for rules in ALL_RULES for _, check in rules._checks}
     for _, overrides in BROKEN:
         run = unchecked_config(*overrides)
-        of_runs = ALL_RULES[:7]
+        of_runs = ALL_RULES[:8]
         subjects = [(rules, (run,)) for rules in of_runs]
         for index, domain in enumerate(run.domains):
             subjects.append((DOMAIN_RULES, (run, domain, index)))
@@ -462,6 +477,9 @@ def test_a_rule_set_fills_in_names_and_values():
         ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
         ["allocation={max_samples_per_prompt=8}", "sampling.dynamic=true", "correction={}"],
         [*SEEDED, "batch.max_staleness=1", "allocation.samples_per_round=1"],
+        LESSONS,
+        [*LESSONS, *SERVED_WRITER, "experience.writer_max_tokens=9000"],
+        [*LESSONS, "kind=eval", "num_steps=0", "experience.path=/x/experience.json"],
         ["allocation={}", "seeding={}", "domains.0.template=chat"],
     ],
 )

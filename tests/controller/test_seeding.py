@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_megatron.config.layouts import fill
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.controller.exemplars import Exemplar, ExemplarStore, similarity, trigrams
 from grpo_megatron.controller.group_filter import GroupFilter
-from grpo_megatron.controller.seeding import Seeding, laid_out
+from grpo_megatron.controller.seeding import Seeding
 from grpo_megatron.data.chat_template import read_chat_template
 from grpo_megatron.data.prompts import tokenised
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Problem, Prompt
+from grpo_megatron.types import Problem
+from tests.controller.character_texts import answered, asked, characters, text_of
 from tests.controller.loops import Crash, Loop
 from tests.controller.scored_groups import REWARD, group, recipe
 from tests.data.chat_templates import write_tokenizer
@@ -80,28 +82,11 @@ def test_the_state_holds_exemplars_in_their_order():
 
 
 def test_layouts_take_texts_as_they_are():
-    assert laid_out("{question}|{answer} \\boxed{}", "{answer}", "{question}") == (
-        "{answer}|{question} \\boxed{}"
-    )
+    values = {"question": "{answer}", "answer": "{question}"}
+    assert fill("{question}|{answer} \\boxed{}", values) == ("{answer}|{question} \\boxed{}")
 
 
 # --- seeded prompts
-
-
-def characters() -> SimpleNamespace:
-    """A tokenizer of one token a character, without `@`."""
-
-    def encode(text, *, where=None):
-        if "@" in text:
-            raise DataError("no token for '@'", where=where)
-        return [ord(character) for character in text]
-
-    return SimpleNamespace(
-        encode=encode,
-        encode_batch=lambda texts, where=None: [encode(text) for text in texts],
-        decode=lambda ids: "".join(map(chr, ids)),
-        chat_template=None,
-    )
 
 
 def seeding_of(tokenizer=None, domain=None, rollout=None, **settings) -> Seeding:
@@ -120,33 +105,6 @@ def seeding_of(tokenizer=None, domain=None, rollout=None, **settings) -> Seeding
     )
 
 
-def asked(question: str, name: str = "new") -> Prompt:
-    return Prompt(name, "d", question, tuple(map(ord, question)), "", {}, question)
-
-
-def answered(question, texts, right, *, name=None, truncated=()):
-    """A scored group whose answers are `texts`, one token a character."""
-    scored = group(right, name=name or question, lengths=list(map(len, texts)), truncated=truncated)
-    completions = []
-    for completion, text in zip(scored.group.completions, texts, strict=True):
-        ids = np.array([ord(character) for character in text], np.int32)
-        completions.append(replaced(completion, token_ids=ids, text=text))
-    prompt = asked(question, name or question)
-    return replaced(
-        scored, group=replaced(scored.group, prompt=prompt, completions=tuple(completions))
-    )
-
-
-def replaced(record, **values):
-    from dataclasses import replace
-
-    return replace(record, **values)
-
-
-def text_of(prompt: Prompt) -> str:
-    return "".join(map(chr, prompt.token_ids))
-
-
 def test_a_seeded_prompt_has_solved_questions_before_its_own():
     seeding = seeding_of(domain={"template": "<{question}>"})
     seeding.finish_step(
@@ -160,7 +118,7 @@ def test_a_seeded_prompt_has_solved_questions_before_its_own():
     prompt = asked("2+34")
     found = seeding.seeded(prompt)
     assert text_of(found) == "<Q2+3A5;Q2+35A37;Q2+34A>"
-    assert replaced(found, token_ids=prompt.token_ids) == prompt
+    assert replace(found, token_ids=prompt.token_ids) == prompt
     assert seeding.finish_step([])["seeding/store_size"] == 3
 
 
@@ -182,8 +140,8 @@ def test_what_is_remembered_is_short_whole_and_can_be_written():
 def test_an_answer_begins_with_what_its_prompt_had_opened():
     seeding = seeding_of(domain={"template": "{question}<think>\n"})
     solved = answered("2+3", ["so</think>5"], [1])
-    opened = replaced(solved.group.prompt, text="2+3<think>\n")
-    seeding.finish_step([replaced(solved, group=replaced(solved.group, prompt=opened))])
+    opened = replace(solved.group.prompt, text="2+3<think>\n")
+    seeding.finish_step([replace(solved, group=replace(solved.group, prompt=opened))])
     text = text_of(seeding.seeded(asked("9")))
     assert text == "Q2+3A<think>\nso</think>5;Q9A<think>\n"
 
@@ -276,8 +234,8 @@ def make(root, crash_at=None, **tables) -> Loop:
     }
     loop = Loop(root, recipe(("p",), **tables), answer=rarely, num_prompts=16, crash_at=crash_at)
     for domain, prompts in loop.prompts.items():
-        loop.prompts[domain] = [replaced(p, question=p.text) for p in prompts]
-    loop.written = lambda place, completion: replaced(
+        loop.prompts[domain] = [replace(p, question=p.text) for p in prompts]
+    loop.written = lambda place, completion: replace(
         completion, text="yes" if place % 2 else "it is so", finish_reason="stop"
     )
     return loop
@@ -318,9 +276,9 @@ def test_accuracy_and_curriculum_do_without_exemplars(tmp_path):
         assert record["accuracy/pass_at_group"] < 1 - record["group/all_wrong_fraction"] + 1e-9
     group_filter = GroupFilter(loop.config)
     found = group([0, 1], name="p", domain="p")
-    seeded = replaced(found.group.completions[1], answered_ids=(1,))
-    aided = replaced(
-        found, group=replaced(found.group, completions=(found.group.completions[0], seeded))
+    seeded = replace(found.group.completions[1], answered_ids=(1,))
+    aided = replace(
+        found, group=replace(found.group, completions=(found.group.completions[0], seeded))
     )
     np.testing.assert_equal(group_filter.unaided(aided), [0, np.nan])
     metrics = group_filter.metrics([aided])

@@ -4,6 +4,7 @@ from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
+from grpo_megatron.config.rules.experience import EXPERIENCE_RULES
 from grpo_megatron.config.rules.lora import LORA_RUN_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
@@ -22,6 +23,7 @@ def check_rules(run: RunConfig) -> list[Violation]:
         ALLOCATION_RULES,
         DISTILLATION_RULES,
         PREFERENCE_RULES,
+        EXPERIENCE_RULES,
         PLACEMENT_RULES,
         LORA_RUN_RULES,
         SECRET_RULES,

@@ -37,12 +37,10 @@ def kind_and_table_go_together(run: RunConfig) -> Violation | None:
 
 @DISTILLATION_RULES.rule("kind_steps")
 def only_training_has_steps(run: RunConfig) -> Violation | None:
-    """Refuse steps of a run that trains nothing."""
-    if run.trains or run.num_steps == 0:
+    """Refuse steps of a run that learns nothing."""
+    if run.takes_steps or run.num_steps == 0:
         return None
-    return Violation(
-        "num_steps", f"kind {run.kind} trains nothing", nearest=(0,), related=("kind",)
-    )
+    return Violation("num_steps", f"kind {run.kind} has no steps", nearest=(0,), related=("kind",))
 
 
 @DISTILLATION_RULES.rule("rl_only")
