@@ -1,4 +1,4 @@
-# make setup | demo | demo-control | demo-agent | demo-agent-control | stages-demo | stages-compare | test-fast | test |
+# make setup | demo | demo-control | demo-agent | demo-agent-control | stages-demo | stages-compare | compare-ppo | test-fast | test |
 #      test-learning | test-families | test-matrix | test-chaos | ... | lint
 #
 # Variables of the demo: seed=N, name=NAME, args="key=value ..."
@@ -9,6 +9,7 @@ bin := .venv/bin
 recipe := recipes/demo/gspo-moe-cpu.toml
 agent_recipe := recipes/demo/agent-calculator-cpu.toml
 seed ?=
+seeds ?=
 name ?=
 args ?=
 demo_flags = $(if $(seed),seed=$(seed)) $(args)
@@ -21,7 +22,7 @@ or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier ye
 # A gate starts more than a hundred processes: where this is set, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-gpu demo demo-control demo-agent demo-agent-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
+.PHONY: setup setup-gpu demo demo-control demo-agent demo-agent-control stages-demo stages-compare compare-ppo lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
 	test-trace test-slurm test-contract test-device test-gpu clean
 
 setup:
@@ -52,6 +53,11 @@ stages-compare: setup
 	$(bin)/grpo-megatron stages run tiny-compare
 	@echo; echo "beside it, of 'make stages-demo':"; \
 	$(bin)/grpo-megatron stages status tiny-deepseek_v4
+
+# PPO with a critic and the demo's objective, from the same weights, with the same samples: accuracy,
+# seconds, memory by component as seen and as planned. seeds=0,1 for several.
+compare-ppo: setup
+	$(bin)/python benchmarks/compare_ppo.py --seeds $(or $(seeds),0) $(args)
 
 lint: setup
 	$(bin)/ruff check .

@@ -87,6 +87,7 @@ def random_batch(seed: int = 0) -> tuple[SampleBatch, dict[str, torch.Tensor]]:
     samples = torch.arange(NUM_SAMPLES)
     rewards = torch.from_numpy(rng.integers(0, 2, NUM_SAMPLES)).double()
     tokens = {name: columns[name] for name in ("old_logprobs", "ref_logprobs", "entropies")}
+    tokens["values"] = noise(0.3)
     tokens["token_ids"] = torch.from_numpy(rng.integers(0, 50_000, NUM_TOKENS))
     sample = samples.repeat_interleave(4)
     end = (torch.from_numpy(counts)[sample] - 1) * (torch.arange(len(sample)) % 4 + 1) // 4

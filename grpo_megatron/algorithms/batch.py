@@ -109,7 +109,8 @@ class SampleBatch:
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     """[n]: token_ids, old_logprobs, ref_logprobs, rollout_logprobs; entropies and squared_probs
     (sum over the vocabulary of squared probabilities) of the old policy; sampled_logprobs: as
-    old_logprobs, over what could be sampled, as the engine's are"""
+    old_logprobs, over what could be sampled, as the engine's are; values: of the critic, before
+    each token; token_rewards: what tokens earn beside the reward of their sample"""
     events: Events | None = None
     """Rewards of steps, for process supervision."""
     turns: Events | None = None
@@ -283,6 +284,15 @@ class Advantages:
 
     values: Tensor  # [N], or [n] where they differ within samples
     per_token: bool
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What a critic is trained on, of the policy tokens of a whole rollout batch."""
+
+    old: Tensor  # float64 [n], its values before the step
+    returns: Tensor  # float64 [n], what they were to be; 0 where it is not counted
+    is_counted: Tensor  # bool [n]: in the loss
 
 
 @dataclass(frozen=True)

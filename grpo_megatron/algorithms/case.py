@@ -127,6 +127,7 @@ class _Document(pydantic.BaseModel):
     ref_logprobs: list[list[LogProb]] | None = None
     entropies: list[list[Number]] | None = None
     squared_probs: list[list[Share]] | None = None
+    values: list[list[Number]] | None = None
     token_ids: list[list[Whole]] | None = None
     staleness: list[list[Whole]] | None = None
     router_shift: list[list[Share]] | None = None
@@ -159,6 +160,7 @@ _RAGGED = (
     "ref_logprobs",
     "entropies",
     "squared_probs",
+    "values",
     "token_ids",
     "staleness",
     "router_shift",

@@ -1,6 +1,7 @@
 """Megatron distributed checkpoints (`torch_dist`): saved at one layout, loaded at another.
 
 step_000100/weights/       distributed checkpoint: model, optimizer
+step_000100/critic/        the same of a run's critic, which nothing else reads
 step_000100/complete.json  without it the checkpoint does not exist
 step_000100/digests.json   of every file, as it was read back from disk
 reference_step_000100/     reference weights, written when new; checkpoints name theirs
@@ -34,10 +35,16 @@ from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
 
 COMPLETE = "complete.json"
+WEIGHTS = "weights"
+CRITIC = "critic"
 IN_MODEL = ".adapters."
 """In the names of adapters' parameters in a model."""
 
 logger = logging.getLogger(__name__)
+
+
+Trained = tuple[Sequence[torch.nn.Module], Any]
+"""Model chunks, and their optimizer."""
 
 
 class PendingCheckpoint:
@@ -49,12 +56,12 @@ class PendingCheckpoint:
     def __init__(
         self,
         directory: Path,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
+        parts: Mapping[str, Trained],
         state: dict[str, Any],
         source: Path | None = None,
     ):
-        """Begin to write model and optimizer; `state` follows with the mark that all is there.
+        """Begin to write each of `parts`, by the folder that gets it; `state` follows with the mark
+        that all is there.
 
         Config, tokenizer and template of `source`, a Hugging Face directory, are copied.
         Collective."""
@@ -62,13 +69,16 @@ class PendingCheckpoint:
         self._state = state
         self._source = source
         self._working = _working_directory(directory)
-        weights = self._working / "weights"
         on_rank_0(empty_directory, self._working)
-        on_rank_0(weights.mkdir)
-        self._request = _asynchronous_save(_sharded_state(chunks, optimizer), weights)
+        self._requests: dict[str, Any] = {}
+        for name, (chunks, optimizer) in parts.items():
+            folder = self._working / name
+            on_rank_0(folder.mkdir)
+            request = _asynchronous_save(_sharded_state(chunks, optimizer), folder)
+            _stage(request)
+            self._requests[name] = request
         self._digests: dict[str, Any] = {}
         self._error: Exception | None = None
-        _stage(self._request)
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
         if not _writes_in_threads():
@@ -76,13 +86,13 @@ class PendingCheckpoint:
 
     def _write(self) -> None:
         """Write this rank's files, and take their digests."""
-        request = self._request
         try:
-            if request.async_fn is not None:
-                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
             names = []
-            for path in (self._working / "weights").glob(f"__{dist.get_rank()}_*"):
-                names.append(str(path.relative_to(self._working)))
+            for folder, request in self._requests.items():
+                if request.async_fn is not None:
+                    request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+                for path in (self._working / folder).glob(f"__{dist.get_rank()}_*"):
+                    names.append(str(path.relative_to(self._working)))
             for name in names:
                 self._digests[name] = _digest(self._working / name)
         except Exception as error:
@@ -117,8 +127,9 @@ class PendingCheckpoint:
         """Have Megatron gather what was written, and write its index; False where it tells of a
         failure, which it does on every rank. Collective."""
         try:
-            for finalize in self._request.finalize_fns:
-                finalize()
+            for request in self._requests.values():
+                for finalize in request.finalize_fns:
+                    finalize()
         except CheckpointException:  # which is no Exception
             logger.exception("cannot write %s", self._working)
             return False
@@ -223,13 +234,16 @@ def _digest(path: Path) -> list[Any] | None:
         return None
 
 
-def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Fill model and optimizer, which must have a state to load into. Collective.
+def load_checkpoint(
+    directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any, *, part: str = WEIGHTS
+) -> None:
+    """Fill model and optimizer, which must have a state to load into, from one of the checkpoint's
+    parts. Collective.
 
     Raises CheckpointError where the checkpoint is incomplete, or of another model."""
     read_state(directory)
     state = _sharded_state(chunks, optimizer, is_loading=True)
-    optimizer.load_state_dict(_fill(chunks, state, directory / "weights")["optimizer"])
+    optimizer.load_state_dict(_fill(chunks, state, directory / part)["optimizer"])
 
 
 def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:

@@ -20,6 +20,13 @@ def trace(source: str, overrides: list[str], *, as_json: bool) -> int:
             where="kind",
             remedy="name a recipe of kind rl, sft or distil",
         )
+    if config.critic is not None:
+        raise ConfigError(
+            "a trace follows one model, and the recipe has a policy and a critic",
+            where="critic",
+            remedy="trace the recipe without [critic] and with an objective that needs none: "
+            "critic=null objective.preset=grpo",
+        )
     command = [sys.executable, "-m", _PROGRAM, source, *overrides]
     if as_json:
         command.append("--json")

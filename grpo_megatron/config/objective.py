@@ -54,6 +54,7 @@ TOKEN_LEVEL = (
     "gagpo",
     "gigpo",
     "otb",
+    "gae",
 )  # advantages differ from token to token
 OF_TURNS = ("gagpo", "gigpo")  # advantages that are made of turns
 TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
@@ -115,6 +116,7 @@ class ObjectiveConfig(Strict):
             "grpo_s",
             "gagpo",
             "gigpo",
+            "gae",
         ],
         OrFunction(),
     ] = "group"
@@ -255,7 +257,8 @@ class ObjectiveConfig(Strict):
     """lambda_grpo: weight of the length's z-score."""
 
     kl: Literal["none", "k1", "k2", "is_k2", "k3", "is_k3", "reward_k1"] = "none"
-    """Estimator of KL to the reference: in the loss, or (`reward_k1`) in the advantage."""
+    """Estimator of KL to the reference: in the loss, or (`reward_k1`) in the advantage; with
+    advantage gae in the reward of each token, and so in what the critic predicts."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL term."""
     reference_interval: int = Field(0, ge=0)
@@ -358,6 +361,11 @@ class ObjectiveConfig(Strict):
     """gigpo: weight of what a turn is worth beside others from the same state."""
     gigpo_gamma: float = Field(0.95, gt=0, le=1)
     """gigpo: discount of the rewards of later turns."""
+    gae_gamma: float = Field(1.0, gt=0, le=1)
+    """gae: discount from policy token to policy token."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """gae: decay of the temporal differences of later tokens; 1: what was earned from the token on
+    less its value, 0: the next difference alone."""
 
     allow: tuple[str, ...] = ()
     """Names of refused but possible combinations that are meant."""

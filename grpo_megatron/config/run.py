@@ -9,6 +9,7 @@ from pydantic import Field
 from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.allocation import AllocationConfig, SeedingConfig
 from grpo_megatron.config.base import InputPath, Strict
+from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.experience import ExperienceConfig
 from grpo_megatron.config.lora import LoraConfig
@@ -556,6 +557,7 @@ class RunConfig(Strict):
     trainer: TrainerConfig = TrainerConfig()
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     publish: PublishConfig = PublishConfig()
     placement: PlacementConfig = PlacementConfig()

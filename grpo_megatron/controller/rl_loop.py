@@ -94,6 +94,7 @@ class RLLoop:
         self._after_s = 0.0  # from then to the next step
         self._step_began = time.monotonic()
         self._checkpointed = -1
+        self._has_told_memory = False
         self._unfinished: int | None = None  # step whose checkpoint is being written
         self._logprob_check: dict[str, float] = {}  # ahead: of the weights that sample
 
@@ -233,6 +234,10 @@ class RLLoop:
         step = recorded.step
         facts = recorded.facts
         await self._finish_checkpoint(wait=False)
+        has_moments = report.updates > 0  # Adam's, which an optimizer's first step makes
+        if report.memory and has_moments and not self._has_told_memory:
+            append_event(self.run_dir.events, "trainer_memory", step=step, bytes=report.memory)
+            self._has_told_memory = True
         metrics = self._metrics(recorded, report)
         self.state = replace(
             self.state,

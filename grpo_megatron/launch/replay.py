@@ -90,13 +90,28 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
         yield f"  tokens that the live router would send elsewhere now: {where}"
 
 
+_COMPARED = {
+    "loss/value": "loss/abs_terms",
+    "grad/norm": "grad/norm",
+    "critic/loss": "critic/loss",
+    "critic/grad_norm": "critic/grad_norm",
+}
+"""What a replay must reproduce, and what a difference is relative to."""
+
+
 def disagreements(
     recorded: Mapping[str, Any], found: Mapping[str, float], tolerance: float
 ) -> list[str]:
-    """Say what of loss and gradient norm differs by more than `tolerance`, relative to the sum of
-    the loss's absolute terms and to the norm itself; empty where nothing does."""
+    """Say what of loss and gradient norm, of policy and critic, differs by more than `tolerance`,
+    relative to the sum of the loss's absolute terms and to the norm itself; empty where nothing
+    does."""
     problems = []
-    for name, scale in (("loss/value", "loss/abs_terms"), ("grad/norm", "grad/norm")):
+    for name, scale in _COMPARED.items():
+        if name not in recorded and name not in found:  # without a critic, or while it warms up
+            continue
+        if name not in recorded or name not in found:
+            problems.append(f"{name} was {recorded.get(name)}, is {found.get(name)}")
+            continue
         size = abs(recorded.get(scale, recorded[name]))
         if not abs(found[name] - recorded[name]) <= tolerance * size:
             problems.append(f"{name} was {recorded[name]:.8g}, is {found[name]:.8g}")

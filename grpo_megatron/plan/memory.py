@@ -18,6 +18,8 @@ from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_o
 
 DEVICES = assets.tables(__file__, "devices.toml")
 _GIB = 2**30
+CRITIC = "critic_"
+"""Before the names of components that a critic holds beside the policy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +191,22 @@ def samples_of_step(config: RunConfig) -> int:
 
 
 def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
+    """What the fullest rank of a stage needs. A critic's step, which comes after the policy's and
+    has no logits, is never higher than that."""
     static = fullest_static(
         s, stage, frozen_routers=has_frozen_routers(config), on_gpu=work["on_gpu"]
     )
-    return RankMemory(stage, static.rank, static.parts | step_bytes(s, stage, **work))
+    parts = dict(static.parts)
+    if config.critic is not None:
+        of_critic = fullest_static(
+            replace(s, has_value_head=True),
+            stage,
+            frozen_routers=has_frozen_routers(config),
+            on_gpu=work["on_gpu"],
+        )
+        for name, num_bytes in of_critic.parts.items():
+            parts[f"{CRITIC}{name}"] = num_bytes
+    return RankMemory(stage, static.rank, parts | step_bytes(s, stage, **work))
 
 
 def lora_of(config: RunConfig) -> LoraConfig | None:
@@ -232,6 +246,10 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
         with_adapters = weights_of_chunk(replace(whole, lora=config.lora), 0, 0)
         num_adapted = trained = sum(w.numel for w in with_adapters if w.is_trained)
     weights = parameters * s.symbols["element"]
+    num_valued = 0
+    if config.critic is not None:
+        of_critic = weights_of_chunk(replace(whole, has_value_head=True), 0, 0)
+        num_valued = sum(w.numel for w in of_critic)
     saved = (parameters + num_adapted) * s.symbols["element"]
     objective = config.objective
     has_reference = objective.kl != "none" or objective.preference_weight > 0
@@ -240,15 +258,22 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     tokens = samples_of_step(config) * config.rollout.max_model_len
     expert_id_bytes = 1 + (symbols["experts"] > 256)
     routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes
+    of_both = {}
+    if num_valued:
+        of_both["critic_parameters"] = num_valued
     return {
         "parameters": parameters,
         "trained_parameters": trained,
+        **of_both,
         "microbatches_per_update": num_microbatches,
         "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
         "tokens_per_step": tokens,
         "computed_tokens_per_step": _computed_tokens(config),
         "publish_bytes": weights,
-        "checkpoint_bytes": saved + weights * keeps_reference + 12 * trained,
+        "checkpoint_bytes": saved
+        + weights * keeps_reference
+        + 12 * trained
+        + (s.symbols["element"] + 12) * num_valued,
         "sample_store_bytes": tokens * (8 + routes * config.records_routes),
     }
 

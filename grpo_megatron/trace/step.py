@@ -23,9 +23,9 @@ from grpo_megatron.trace.memory import Peak
 from grpo_megatron.trace.mode import Pass, TraceMode
 from grpo_megatron.trace.routing import balanced_routes
 from grpo_megatron.trace.samples import write_full_step
-from grpo_megatron.trace.static import StaticBytes, static_bytes_of
 from grpo_megatron.trace.values import DEVICE
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
+from grpo_megatron.trainer.megatron.static_bytes import StaticBytes, static_bytes_of
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
 from grpo_megatron.trainer.steps import optimizer_step, token_update
 from grpo_megatron.trainer.steps.references import References

@@ -49,6 +49,9 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the passes before the first optimizer step."""
     train_s: float = 0.0
     """Seconds of the whole step, in the trainer."""
+    memory: dict[str, dict[str, int]] = {}
+    """Of each model that rank 0 trains, by its name: the bytes that it holds between two steps, by
+    component as the plan names them."""
 
 
 class Train(Request[TrainReport], frozen=True, kw_only=True, tag=True):

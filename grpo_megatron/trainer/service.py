@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
@@ -21,6 +22,7 @@ from grpo_megatron.trainer.lora import peft_format
 from grpo_megatron.trainer.megatron.model_config import why_not_share_prefixes
 from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
 from grpo_megatron.trainer.megatron.policy import Policy, base_tensors, build_policy
+from grpo_megatron.trainer.megatron.static_bytes import static_bytes_of
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
 from grpo_megatron.trainer.model_sender import ModelSender
 from grpo_megatron.trainer.requests import (
@@ -47,6 +49,7 @@ from grpo_megatron.trainer.requests import (
     TrainReport,
 )
 from grpo_megatron.trainer.steps.answer_scores import answer_scores
+from grpo_megatron.trainer.steps.critic import Critic, build_critic
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, reduce_stats
 from grpo_megatron.trainer.steps.preference_update import train_preferences
 from grpo_megatron.trainer.steps.references import References
@@ -92,6 +95,9 @@ class TrainerService:
         self.references = References(config)
         if self.references.wanted:
             self.references.read_files(self.policy, self.load_hf)
+        self.critic: Critic | None = None
+        if config.critic is not None:
+            self.critic = build_critic(config, config.critic, self.policy)
         self._pending: distributed.PendingCheckpoint | None = None
         self.teachers: Teachers | None = None
         if config.distillation is not None:
@@ -198,6 +204,7 @@ class TrainerService:
                 request.state,
                 replayed=request.replayed,
                 exact=request.exact,
+                critic=self.critic,
             )
             report = training.run(request.first_update, request.num_updates)
         elif self.config.trains_preferences:
@@ -219,12 +226,22 @@ class TrainerService:
         if is_due and self.references.wanted:
             self.references.refresh(self.policy)
         report.metrics["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
-        return report
+        return replace(report, memory=self._memory())
+
+    def _memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of this rank's models by component, counted on their tensors."""
+        found = {"policy": static_bytes_of(self.policy).parts}
+        if self.critic is not None:
+            found["critic"] = static_bytes_of(self.critic.model).parts
+        return found
 
     def snapshot_reference(self) -> None:
-        """Let the policy as it is now, when RL begins, be its own reference."""
+        """Let the policy as it is now, when RL begins, be its own reference, and the critic begin
+        with its weights."""
         if self.references.wanted:
             self.references.take(self.policy)
+        if self.critic is not None:
+            self.critic.begin_with(self.policy)
 
     def train_cold_start(self, directory: Path, first_update: int) -> TrainReport:
         """Take one supervised optimizer step per update of the recorded step."""
@@ -296,15 +313,16 @@ class TrainerService:
         Raises SetupError when the disk is full."""
         self.finish_checkpoint(wait=True)
         policy = self.policy
-        create_adam_state(policy.optimizer)  # it has none before its first step
         reference = self.references.save(policy, directory)
-        self._pending = distributed.PendingCheckpoint(
-            directory,
-            policy.chunks,
-            policy.optimizer,
-            {**state, "reference": reference, **self._state_of_adapters()},
-            self.model_path,
-        )
+        state = {**state, "reference": reference, **self._state_of_adapters()}
+        trained = {distributed.WEIGHTS: policy}
+        if self.critic is not None:
+            trained[distributed.CRITIC] = self.critic.model
+            state["critic"] = True
+        for model in trained.values():
+            create_adam_state(model.optimizer)  # it has none before its first step
+        parts = {name: (model.chunks, model.optimizer) for name, model in trained.items()}
+        self._pending = distributed.PendingCheckpoint(directory, parts, state, self.model_path)
 
     def _state_of_adapters(self) -> dict[str, Any]:
         """What a checkpoint says of adapters, beside them: none where the weights are trained."""
@@ -337,6 +355,7 @@ class TrainerService:
         reference = state.pop("reference", None)
         reference_is_base = state.pop("reference_is_base", False)
         self._expect_adapters(directory, state.pop("lora", None))
+        has_critic = state.pop("critic", False)
         policy = self.policy
         if reference_is_base:
             self.references.begin_with_base()
@@ -344,10 +363,34 @@ class TrainerService:
             self.references.load(policy, directory, reference)
         create_adam_state(policy.optimizer)  # to load into
         distributed.load_checkpoint(directory, policy.chunks, policy.optimizer)
+        if self.critic is not None:
+            self._load_critic(self.critic, directory, state, is_there=has_critic)
         is_known = reference_is_base or reference
         if self.references.wanted and not is_known:  # the objective is another one since
             self.references.take(policy)
         return state
+
+    def _load_critic(
+        self, critic: Critic, directory: Path, state: dict[str, Any], *, is_there: bool
+    ) -> None:
+        """Restore the critic of a checkpoint; in one from before the first RL step it may be
+        missing, and begins with the policy's weights.
+
+        Raises CheckpointError where a later checkpoint has none."""
+        if is_there:
+            create_adam_state(critic.model.optimizer)  # to load into
+            distributed.load_checkpoint(
+                directory, critic.model.chunks, critic.model.optimizer, part=distributed.CRITIC
+            )
+            return
+        if state.get("step") == 0:
+            critic.begin_with(self.policy)
+            return
+        raise CheckpointError(
+            "the checkpoint is of a run without a critic, and the recipe has [critic]",
+            where=str(directory),
+            remedy="begin a new run with [critic] and the export of this one as model.path",
+        )
 
     def _expect_adapters(self, directory: Path, saved: dict[str, Any] | None) -> None:
         """Be ready for a checkpoint with the adapters of `saved`, of `LoraConfig`; None: without.

@@ -436,5 +436,7 @@ def test_weighted_k2_off_policy():
 def test_training_refuses_what_the_list_says(name):
     group_size = PRESETS[name].group_size or 8
     overrides = [f"objective.preset={name}", f"batch.num_samples_per_prompt={group_size}"]
+    if PRESETS[name].values.get("advantage") == "gae":
+        overrides.append("critic={}")
     is_refused = bool(check_rules(unchecked_config(*overrides)))
     assert is_refused == bool(PRESETS[name].not_trained)

@@ -46,6 +46,7 @@ def random_case(seed: int, num_groups: int, *, domains: bool = True) -> dict[str
             "ref_logprobs",
             "entropies",
             "squared_probs",
+            "values",
             "token_ids",
             "turns",
             "domains",
@@ -65,6 +66,7 @@ def random_case(seed: int, num_groups: int, *, domains: bool = True) -> dict[str
                 case[name].append((base + rng.normal(0, 0.15, n)).tolist())
             case["entropies"].append(rng.exponential(0.4, n).tolist())
             case["squared_probs"].append((np.exp(base) ** 2).tolist())
+            case["values"].append((0.5 + np.cos(7 * base) / 2).tolist())
             case["token_ids"].append(rng.integers(0, 3, n).tolist())
             ends = sorted({int(rng.integers(0, n)), n - 1}) if n else []
             case["turns"].append(

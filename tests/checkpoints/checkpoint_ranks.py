@@ -47,6 +47,11 @@ def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
     return [train_step(setup.policy, batch, loss_of(setup, samples)).result() for _ in range(steps)]
 
 
+def _begin(setup: Setup, directory: str, steps: int) -> PendingCheckpoint:
+    parts = {"weights": (setup.policy.chunks, setup.policy.optimizer)}
+    return PendingCheckpoint(Path(directory), parts, {"step": steps})
+
+
 def _load(setup: Setup, directory: str) -> dict[str, Any]:
     create_adam_state(setup.policy.optimizer)
     load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer)
@@ -61,9 +66,7 @@ def save_after(
     _train(setup, samples, steps)
     create_adam_state(setup.policy.optimizer)
     saved = setup.gather(setup.shards)
-    pending = PendingCheckpoint(
-        Path(directory), setup.policy.chunks, setup.policy.optimizer, {"step": steps}
-    )
+    pending = _begin(setup, directory, steps)
     metrics = _train(setup, samples, 3)
     assert not Path(directory).exists()
     pending.finish()
@@ -80,9 +83,7 @@ def failed_save(
     if dist.get_rank() == full_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
-        PendingCheckpoint(
-            Path(directory), setup.policy.chunks, setup.policy.optimizer, {"step": 1}
-        ).finish()
+        _begin(setup, directory, 1).finish()
     except GrpoMegatronError as error:
         return str(error), error.exit_code
     finally:

@@ -30,6 +30,8 @@ def start(config: RunConfig, model: str) -> None:
     global _service
     if _service is not None:
         release(_service.policy)
+        if _service.critic is not None:
+            release(_service.critic.model)
         _service = None
     initialize(config.trainer, RankInfo.from_environment(), fresh_store())
     seed_everything(config.seed)

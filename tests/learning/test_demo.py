@@ -42,6 +42,17 @@ def test_adapters_learn(tmp_path):
     assert (tmp_path / "demo-lora" / "adapter" / "adapter_model.safetensors").exists()
 
 
+def test_ppo_learns_and_so_does_its_critic(tmp_path):
+    done = runs.command("train", "demo/ppo-moe-cpu", f"runs_dir={tmp_path}", timeout_s=1200)
+    before, after = accuracies_of(done)
+    assert before <= 0.45
+    assert after >= 0.70
+    steps = runs.metrics(tmp_path / "demo-ppo")
+    explained = [step["critic/explained_variance"] for step in steps]
+    assert sum(explained[-40:]) / 40 > sum(explained[:40]) / 40 + 0.05
+    assert sum(explained[-40:]) / 40 > 0.05
+
+
 def test_shuffled_advantages_do_not_learn(tmp_path):
     before, after = accuracies(f"runs_dir={tmp_path}", "objective.shuffle_advantages=true")
     assert after <= before + 0.10

@@ -11,8 +11,8 @@ import torch
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
-from grpo_megatron.trace.static import static_bytes_of
 from grpo_megatron.trainer.megatron import policy
+from grpo_megatron.trainer.megatron.static_bytes import static_bytes_of
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
 
 

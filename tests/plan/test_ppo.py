@@ -63,6 +63,25 @@ def test_the_policy_is_that_of_the_plan(recipe):
     }
 
 
+def test_a_recipe_with_a_critic_plans_it():
+    """As the comparison has it, and nothing else of a rank changes."""
+    config = resolve("demo/ppo-moe-cpu").config
+    without = resolve("demo/gspo-moe-cpu").config
+    parts = plan_of(config).worst.parts
+    critic = models_of(comparison_of(config))["critic"]
+    of_critic = {}
+    for name, num_bytes in parts.items():
+        if name.startswith("critic_"):
+            of_critic[name.removeprefix("critic_")] = num_bytes
+    assert of_critic == critic.parts
+    rest = {name: size for name, size in parts.items() if not name.startswith("critic_")}
+    assert rest == plan_of(without).worst.parts
+    numbers = plan_of(config).numbers
+    assert numbers["critic_parameters"] == critic.parameters
+    saved = numbers["checkpoint_bytes"] - plan_of(without).numbers["checkpoint_bytes"]
+    assert saved == critic.parameters * (4 + 12)
+
+
 def test_numbers_without_padding():
     """A model on one rank, by hand: bfloat16, Adam."""
     recipe = "dense/qwen2.5-7b"

@@ -17,6 +17,7 @@ from grpo_megatron.cli.main import main
         (["demo/gspo-moe-cpu", "--compare", "ppo"], "--trace and --compare exclude each other"),
         (["demo/gspo-moe-cpu", "--lengths", "x"], "--trace and --lengths exclude each other"),
         (["stages/deepseek-r1-samples"], "has no training step"),
+        (["demo/ppo-moe-cpu"], "critic=null objective.preset=grpo"),
     ],
 )
 def test_wrong_arguments(capfd, arguments, words):

@@ -16,6 +16,7 @@ from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
+from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import DistillationConfig, RoutingConfig, RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
@@ -24,6 +25,7 @@ from grpo_megatron.trainer.megatron import platform
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.requests import TrainReport
+from grpo_megatron.trainer.steps.critic import build_critic
 from grpo_megatron.trainer.steps.microbatch import UpdateBatch, build_microbatch
 from grpo_megatron.trainer.steps.optimizer_step import (
     logprob_pass,
@@ -200,7 +202,14 @@ def train_objectives(
             references.take(setup.policy)
             for shard, tensor in zip(setup.shards, start, strict=True):
                 shard.tensor.data.copy_(tensor)
-        found[name] = asdict(Training(config, setup.policy, references, table, {}).run(0, 3))
+        critic = None
+        if config.objective.advantage == "gae":
+            settings = CriticConfig(optimizer=slow)
+            critic = build_critic(config, settings, setup.policy)
+            _earlier.append(critic.model)
+        training = Training(config, setup.policy, references, table, {}, critic=critic)
+        found[name] = asdict(training.run(0, 3))
+        found[name]["metrics"].pop("time/critic_s", None)
     return found
 
 

@@ -17,7 +17,7 @@ from grpo_megatron.algorithms.groups import (
     prefix_sums,
     suffix_sums,
 )
-from grpo_megatron.algorithms.ratios import mismatch_weights
+from grpo_megatron.algorithms.ratios import discounted_from, mismatch_weights, shifted
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.errors import DataError
@@ -329,6 +329,40 @@ def gigpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     values = of_episodes[turns.sample] + o.gigpo_omega * of_turns
     next_values = torch.where(is_last, 0.0, values.roll(-1))
     return _credit(batch, turns, values - next_values)
+
+
+@ESTIMATORS.register("gae")
+def generalised_advantages(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_t = sum_{l >= 0} (gamma lambda)^l delta_{t+l}`, `delta_t = r_t + gamma V_{t+1} - V_t` over
+    the policy tokens of a sample, one after another (GAE, arXiv:1506.02438): those of an
+    environment between them are no steps. V_t is the critic's value before the token, from before
+    the step; V after the last one is 0. The last token earns the sample's reward, and with
+    `kl = "reward_k1"` every token `-beta (log pi_old - log pi_ref)` (arXiv:2203.02155).
+
+    Samples without a reward get 0. [n]"""
+
+    def of_groups(part: SampleBatch) -> Tensor:
+        rewards = torch.zeros(part.num_tokens, dtype=torch.float64)
+        if "token_rewards" in part.tokens:
+            rewards = rewards + part.tokens["token_rewards"]
+        has_tokens = part.token_counts > 0
+        last = part.offsets[1:][has_tokens] - 1
+        rewards[last] += torch.where(part.valid, part.rewards, 0.0)[has_tokens]
+        sample = part.to_tokens(torch.arange(len(part)))
+        found = gae(rewards, part.tokens["values"], sample, o.gae_gamma, o.gae_lambda)
+        return torch.where(part.to_tokens(part.valid), found, 0.0)
+
+    counted = torch.where(groups.valid, batch.rewards, torch.nan)
+    return by_groups(replace(batch, rewards=counted), of_groups)
+
+
+def gae(rewards: Tensor, values: Tensor, sample: Tensor, discount: float, decay: float) -> Tensor:
+    """Generalised advantages of tokens, [n]: `sum_l (discount decay)^l delta_{t+l}` with
+    `delta_t = r_t + discount V_{t+1} - V_t` within a sample, V after its last token 0.
+
+    rewards, values: [n]; sample: int64 [n], samples follow one another."""
+    next_values = shifted(values, sample, -1, 0.0)
+    return discounted_from(rewards + discount * next_values - values, sample, discount * decay)
 
 
 def _beside_mean(o: ObjectiveConfig, groups: Groups, values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from grpo_megatron.algorithms.advantages.before import (
     mean_rewards,
 )
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
-from grpo_megatron.algorithms.batch import Advantages, SampleBatch
+from grpo_megatron.algorithms.batch import Advantages, SampleBatch, ValueTargets
 from grpo_megatron.algorithms.custom import columns_of, function_of, is_custom, require_shape
 from grpo_megatron.algorithms.groups import Groups, by_groups, suffix_sums
 from grpo_megatron.algorithms.objective import Objective
@@ -31,6 +31,7 @@ _NEEDS = {
     "eda": {"entropies"},
     "xrpo": {"old_logprobs"},
     "gtpo_conflict": {"token_ids", "entropies"},
+    "gae": {"values"},
 }
 """Token columns that estimators and shapings read."""
 
@@ -86,20 +87,25 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     or returns another shape than [N]."""
     o = objective.config
     batch, groups = _rewarded(objective, batch)
+    puts_kl_into_rewards = o.kl == "reward_k1" and objective.weighs_kl
+    if o.advantage == "gae" and puts_kl_into_rewards:
+        batch = _with_kl_rewards(objective, batch, groups)
     estimator = function_of("advantage", o.advantage, ESTIMATORS)
     values = estimator(o, batch, groups)
     per_token = o.advantage in TOKEN_LEVEL
     if is_custom(o.advantage):
         require_shape(o.advantage, values.shape, (len(batch),))
-    if o.kl == "reward_k1" and objective.weighs_kl:
-        by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
-        future = _future_kl(batch, torch.where(groups.valid, by_domain[batch.domains], 0.0))
+    if o.advantage != "gae" and puts_kl_into_rewards:
+        future = _future_kl(batch, _kl_weights(objective, batch, groups))
         if not per_token:
             values = batch.to_tokens(values.to(future.dtype))
             per_token = True
         values = values - future
     if o.whiten != "none":
-        values = whiten(o, batch, values, groups.valid, per_token=per_token)
+        counted = groups.valid
+        if o.advantage == "gae":  # of what is not trained there may be no values
+            counted = counted & batch.trained
+        values = whiten(o, batch, values, counted, per_token=per_token)
     if o.shaping != "none":
         values = SHAPINGS[o.shaping](o, batch, groups, values)
         per_token = o.shaping in TOKEN_SHAPINGS
@@ -109,6 +115,21 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     if per_token:
         valid = batch.to_tokens(valid)
     return Advantages(torch.where(valid, values, 0.0), per_token)
+
+
+def value_targets(objective: Objective, batch: SampleBatch) -> ValueTargets:
+    """What a critic learns from a whole rollout batch, whose column `values` is its own from before
+    the step: returns are GAE before any whitening, added to these values."""
+    o = objective.config
+    batch, groups = _rewarded(objective, batch)
+    if o.kl == "reward_k1" and objective.weighs_kl:
+        batch = _with_kl_rewards(objective, batch, groups)
+    values = batch.tokens["values"].double()
+    is_counted = batch.to_tokens(groups.valid & batch.trained)
+    if batch.spoilt is not None:
+        is_counted = is_counted & ~batch.spoilt
+    returns = ESTIMATORS["gae"](o, batch, groups).double() + values
+    return ValueTargets(values, torch.where(is_counted, returns, 0.0), is_counted)
 
 
 def _rewarded(objective: Objective, batch: SampleBatch) -> tuple[SampleBatch, Groups]:
@@ -148,12 +169,28 @@ def _success_so_far(
     return found
 
 
+def _kl_weights(objective: Objective, batch: SampleBatch, groups: Groups) -> Tensor:
+    """What a KL in the reward weighs, float64 [N]; 0 for samples without a reward."""
+    by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
+    return torch.where(groups.valid, by_domain[batch.domains], 0.0)
+
+
 def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
     """KL in the reward: `beta sum_{u >= t} (log pi_old - log pi_ref)_u` (arXiv:2501.03262). [n]"""
 
     def of_groups(part: SampleBatch, beta: Tensor) -> Tensor:
-        k1 = part.tokens["old_logprobs"] - part.tokens["ref_logprobs"]
-        k1 = torch.where(torch.isfinite(k1), k1, 0.0)
-        return part.to_tokens(beta) * suffix_sums(k1, part)
+        return part.to_tokens(beta) * suffix_sums(_k1(part), part)
 
     return by_groups(batch, of_groups, betas)
+
+
+def _with_kl_rewards(objective: Objective, batch: SampleBatch, groups: Groups) -> SampleBatch:
+    """The batch whose tokens earn `-beta (log pi_old - log pi_ref)` each (arXiv:2203.02155)."""
+    betas = batch.to_tokens(_kl_weights(objective, batch, groups))
+    return replace(batch, tokens={**batch.tokens, "token_rewards": -betas * _k1(batch)})
+
+
+def _k1(batch: SampleBatch) -> Tensor:
+    """`log pi_old - log pi_ref` of each token, [n]; 0 where one of them is infinite."""
+    k1 = batch.tokens["old_logprobs"] - batch.tokens["ref_logprobs"]
+    return torch.where(torch.isfinite(k1), k1, 0.0)

@@ -12,8 +12,8 @@ from grpo_megatron.algorithms.custom import is_custom
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 
-_BASELINE_OF_THE_BATCH = ("reward", "batch")
-"""Advantages that no group can rule out: they are measured against the other groups."""
+_BASELINE_FROM_ELSEWHERE = ("reward", "batch", "gae")
+"""Advantages that no group can rule out: they are measured against other groups, or a critic."""
 _READ_TOKENS = ("gtpo_entropy", "grpo_s")
 """Advantages that differ by token entropies also where all rewards of a group are equal."""
 
@@ -30,7 +30,7 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
     if not group.valid.any():
         return False
     is_correct = group.is_correct(o.correct_threshold)
-    if o.advantage in _BASELINE_OF_THE_BATCH or o.advantage in _READ_TOKENS:
+    if o.advantage in _BASELINE_FROM_ELSEWHERE or o.advantage in _READ_TOKENS:
         return True
     if is_custom(o.advantage):
         return True

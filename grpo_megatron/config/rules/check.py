@@ -1,6 +1,7 @@
 """Every rule that needs a recipe only, applied to one."""
 
 from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
+from grpo_megatron.config.rules.critic import CRITIC_RULES
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
@@ -27,6 +28,7 @@ def check_rules(run: RunConfig) -> list[Violation]:
         PLACEMENT_RULES,
         LORA_RUN_RULES,
         SECRET_RULES,
+        CRITIC_RULES,
     )
     for rules in of_run:
         found += rules.violations(run, config=run)

@@ -23,7 +23,7 @@ _WITH_SHIFTED_ROUTERS = ("ppo", "upper", "both", "gmpo", "cispo", "sapo", "none"
 """Clips that take a ratio as it comes; the others read the old policy's probability from it."""
 _TERMS_OF_TOKENS = ("vespo", "topr")
 """Clips that take a sequence's ratio as a weight, and have a term of every token."""
-_GROUPS_OF_ONE = ("reward", "batch", "gagpo", "process")
+_GROUPS_OF_ONE = ("reward", "batch", "gagpo", "process", "gae")
 """Advantages that compare a sample with more than the rest of its group."""
 _DIVIDED_BY_GROUP = ("best_minus_second", "gigpo", "opob")
 """Advantages that a deviation of the group may divide, and none of the batch."""

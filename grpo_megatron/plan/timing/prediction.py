@@ -1,6 +1,6 @@
 """What a recipe's step takes: seconds of every phase, what they amount to, and what to enlarge."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +163,12 @@ def predict_run(
     load = _trainer_load(config, samples, lengths)
     trainer = _NOTHING
     if config.trains:
-        work = trainer_work(sizes, load, constants["attention_backward_ratio"])
-        trainer = trainer_seconds(work, machine)
+        backward_ratio = constants["attention_backward_ratio"]
+        trainer = trainer_seconds(trainer_work(sizes, load, backward_ratio), machine)
+        if config.critic is not None:
+            of_critic = replace(load, num_logprob_passes=1)  # its values
+            work = trainer_work(replace(sizes, has_value_head=True), of_critic, backward_ratio)
+            trainer = trainer.before(trainer_seconds(work, machine))
     at_once = _sequences_at_once(config, plan, lengths)
     step = StepSeconds(
         generation_s=_generation_seconds(config, plan, hf, vocab_size, lengths, machine),

@@ -9,7 +9,8 @@ a step      passes without gradients, forward and backward, what is left of the 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from grpo_megatron.plan.rank_bytes import bytes_per_parameter, shard_counts
 from grpo_megatron.plan.timing.constants import Constants, DeviceSpeed
@@ -128,6 +129,20 @@ class TrainerSeconds:
     def total_s(self) -> float:
         """All of it."""
         return self.logprobs_s + self.forward_backward_s + self.gradient_sync_s + self.optimizer_s
+
+    def before(self, critic: Self) -> Self:
+        """Add what a critic of the policy's layout takes after it, on the same micro-batches."""
+        busy_s = self.forward_backward_s * (1 - self.bubble_fraction)
+        busy_s += critic.forward_backward_s * (1 - critic.bubble_fraction)
+        train_s = self.forward_backward_s + critic.forward_backward_s
+        return replace(
+            self,
+            logprobs_s=self.logprobs_s + critic.logprobs_s,
+            forward_backward_s=train_s,
+            gradient_sync_s=self.gradient_sync_s + critic.gradient_sync_s,
+            optimizer_s=self.optimizer_s + critic.optimizer_s,
+            bubble_fraction=1 - busy_s / train_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,8 +202,8 @@ def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
 
 def _end_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
     """The output layer and the loss, on the last stage."""
-    if stage != s.trainer.pipeline_parallel_size - 1:
-        return Amounts()
+    if stage != s.trainer.pipeline_parallel_size - 1 or s.has_value_head:
+        return Amounts()  # a value is one number a token
     tokens = batch.policy_tokens / s.trainer.context_parallel_size
     elements = s.symbols["vocabulary"] * s.symbols["hidden"]
     return Amounts(

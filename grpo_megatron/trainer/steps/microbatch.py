@@ -92,6 +92,8 @@ class MicroBatch:
     """fp32 [n], sums of the old policy's squared probabilities; None: advantages need none."""
     ref_logprobs: torch.Tensor | None = None
     """fp32 [n], of the reference, not truncated; None: the objective does not want them."""
+    values: torch.Tensor | None = None
+    """fp32 [n], of the critic before the step; None: there is no critic."""
     teachers: list[TeacherTokens] = field(default_factory=list)
     """What the teachers of a distillation think of the tokens (`trainer.steps.teachers`)."""
 

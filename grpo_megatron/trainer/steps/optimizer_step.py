@@ -161,6 +161,25 @@ def compute_gradients(
     return reduce_stats(stats)
 
 
+def measure_loss(
+    policy: Policy,
+    batch: UpdateBatch,
+    loss_function: LossFunction,
+    routing: RoutingPass | None = None,
+) -> Stats:
+    """Look at the loss over all micro-batches without gradients, as if no update followed.
+
+    Returns metrics of the step, equal on all ranks. Raises TrainerError when the loss is not
+    finite. Collective."""
+    stats = Stats()
+    measure = _TrainingOutput(loss_function, batch.loss_scale, stats)
+    with torch.no_grad():
+        _run_schedule(policy, batch, measure, routing, forward_only=True)
+    stats = reduce_stats(stats)
+    _require_finite("loss", stats.result()["loss/value"])
+    return _as_means_of_updates(stats)
+
+
 def apply_gradients(policy: Policy, stats: Stats, *, gather: bool = True) -> Stats:
     """Clip the gradients, step the optimizer, and add the norm to the step's metrics.
 
@@ -175,8 +194,13 @@ def apply_gradients(policy: Policy, stats: Stats, *, gather: bool = True) -> Sta
     grad_norm = float(grad_norm)
     _require_finite("gradient norm", grad_norm)
     stats.mean("grad/norm", torch.tensor(grad_norm), 1.0, "update")
+    return _as_means_of_updates(stats)
+
+
+def _as_means_of_updates(stats: Stats) -> Stats:
+    """Let what is a sum over an update be a mean where updates are added."""
     for name in ("loss/value", "loss/abs_terms"):
-        if name in stats.means:  # sums of an update become means over updates
+        if name in stats.means:
             stats.means[name][1] = 1.0
             stats.units[name] = "update"
     return stats

@@ -5,8 +5,8 @@ trainer knows (entropies, old and reference log-probs). Every rank gets the same
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,11 +19,13 @@ from grpo_megatron.algorithms.advantages.pipeline import (
     needed_columns,
     select,
     state_after,
+    value_targets,
 )
 from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
-from grpo_megatron.algorithms.batch import Advantages, LossConstants
+from grpo_megatron.algorithms.batch import Advantages, LossConstants, ValueTargets
 from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_size import effective_share, rate_factor
+from grpo_megatron.algorithms.value_loss import measured
 from grpo_megatron.batching.drift_file import write_drift
 from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
 from grpo_megatron.config.run import RunConfig
@@ -34,6 +36,7 @@ from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.routing.expert_loads import expert_loads
 from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps import optimizer_step
+from grpo_megatron.trainer.steps.critic import Critic
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.policy_gradient import MaskRecord, PolicyGradientLoss
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
@@ -45,7 +48,8 @@ class Training:
 
     `state` is `Objective.state` after the step before. With `replayed`, clip and mask decisions
     follow the recorded ones, which are not written anew. `exact`: these very weights sampled it,
-    so the step proves that the engines have them, if it can."""
+    so the step proves that the engines have them, if it can. `critic`: of an objective whose
+    advantages are made of values."""
 
     def __init__(
         self,
@@ -56,11 +60,13 @@ class Training:
         state: Mapping[str, float],
         replayed: bool = False,
         exact: bool = False,
+        critic: Critic | None = None,
     ):
         self.started = time.perf_counter()
         self.config = config
         self.policy = policy
         self.references = references
+        self.critic = critic
         self.table = table
         self.exact = exact
         self.objective = objective_of(config, state)
@@ -74,6 +80,8 @@ class Training:
         self.updates = self._plan()
         self.is_untouched = True
         """Whether the weights are still those from before the step."""
+        self.value_targets: ValueTargets
+        """What the critic learns, once it has looked at the tokens."""
 
     @property
     def num_planned_updates(self) -> int:
@@ -108,8 +116,11 @@ class Training:
         TrainerError where the loss or a gradient is not finite."""
         self._run_passes()
         old_logprobs_s = time.perf_counter() - self.started
+        critic_s = self._look_with_critic()
         self.batch = replace(self.batch, tokens=self._token_columns())
         advantages = advantages_of(self.objective, self.batch)
+        if self.critic is not None:
+            self.value_targets = value_targets(self.objective, self.batch)
         if self.config.objective.shuffle_advantages:
             advantages = self._shuffled(advantages)
 
@@ -119,44 +130,107 @@ class Training:
         if drift_monitor and reference_is_only_measured:
             total.add(drift_monitor.reference(self.references))
 
-        rates = []
-        shares = []
-        by_update: list[Stats] = []
-        num_updates_here = self.config.batch.epochs * len(self.updates)
-        for epoch in range(self.config.batch.epochs):
-            self.recorded_masks.append([])
+        trained = _PolicyUpdates()
+        if self._trains_critic_alone:
             for update in self.updates:
-                number = first_update + len(by_update)
-                rate = self.config.optimizer.rate(number, num_updates)
-                if self.config.objective.ess_scaling != "none":
-                    share = effective_share(self.batch, update.samples)
-                    rate *= rate_factor(self.config.objective, share)
-                    shares.append(share)
-                self.policy.set_learning_rate(rate)
-                constants = self._constants(update, advantages)
-                is_last = len(by_update) + 1 == num_updates_here
-                stats = self._train(update, constants, epoch, is_last=is_last)
-                self._learn(stats)
-                rates.append(rate)
-                by_update.append(stats)
+                total.add(self._look_at(update, advantages))
+        else:
+            trained = self._train_policy(first_update, num_updates, advantages)
+            for stats in trained.stats:
                 total.add(stats)
+        critic_began = time.perf_counter()
+        for stats in self._train_critic(num_updates):
+            total.add(stats)
+        critic_s += time.perf_counter() - critic_began
 
         self._write_masks()
         if drift_monitor:
             total.add(drift_monitor.step(self.batch, advantages))
             self._write_drift(drift_monitor)
-        losses, grad_norms = optimizer_step.losses_and_norms(by_update)
+        losses, grad_norms = optimizer_step.losses_and_norms(trained.stats)
+        metrics = self._metrics(total, advantages, trained)
+        if self.critic is not None:
+            metrics["time/critic_s"] = critic_s
         return TrainReport(
-            metrics=self._metrics(total, advantages, rates, shares),
+            metrics=metrics,
             normalisers=total.units,
             state=state_after(self.objective, self.batch),
-            updates=len(by_update),
+            updates=len(trained.stats),
             losses=losses,
             grad_norms=grad_norms,
             tokens=self.config.batch.epochs * sum(update.num_tokens for update in self.updates),
             old_logprobs_s=old_logprobs_s,
             train_s=time.perf_counter() - self.started,
         )
+
+    @property
+    def _trains_critic_alone(self) -> bool:
+        """Whether the policy stays as it is in this step."""
+        return self.critic is not None and self.critic.is_warming_up(self.table.manifest.step)
+
+    def _train_policy(
+        self, first_update: int, num_updates: int, advantages: Advantages
+    ) -> "_PolicyUpdates":
+        """Take all optimizer steps of the policy. first_update, num_updates: as of `run`."""
+        if self.critic is not None:  # its schedule begins where the critic is warm
+            warmup_steps = self.critic.settings.warmup_steps
+            num_updates -= warmup_steps * self.config.batch.updates_per_step
+        trained = _PolicyUpdates()
+        num_updates_here = self.config.batch.epochs * len(self.updates)
+        for epoch in range(self.config.batch.epochs):
+            self.recorded_masks.append([])
+            for update in self.updates:
+                number = first_update + len(trained.stats)
+                rate = self.config.optimizer.rate(number, num_updates)
+                if self.config.objective.ess_scaling != "none":
+                    share = effective_share(self.batch, update.samples)
+                    rate *= rate_factor(self.config.objective, share)
+                    trained.shares.append(share)
+                self.policy.set_learning_rate(rate)
+                constants = self._constants(update, advantages)
+                is_last = len(trained.stats) + 1 == num_updates_here
+                stats = self._train(update, constants, epoch, is_last=is_last)
+                self._learn(stats)
+                trained.rates.append(rate)
+                trained.stats.append(stats)
+        return trained
+
+    # --- the critic
+
+    def _look_with_critic(self) -> float:
+        """Let the critic say what it thinks of all tokens, as it is before the step; seconds."""
+        began = time.perf_counter()
+        if self.critic is not None:
+            self.critic.look_at(self.updates)
+        return time.perf_counter() - began
+
+    def _train_critic(self, num_updates: int) -> Iterator[Stats]:
+        """Take an optimizer step of the critic for each one that the policy takes in a step after
+        the warm-up; metrics of each."""
+        if self.critic is None:
+            return
+        optimizer = self.critic.settings.optimizer
+        first = self.table.manifest.step * self.config.batch.updates_per_step
+        num_updates_here = self.config.batch.epochs * len(self.updates)
+        for number in range(num_updates_here):
+            yield self.critic.train(
+                self.updates[number % len(self.updates)],
+                self.batch,
+                self.value_targets,
+                optimizer.rate(first + number, num_updates),
+                self.objective.domains,
+                is_last=number + 1 == num_updates_here,
+            )
+
+    def _look_at(self, update: UpdateBatch, advantages: Advantages) -> Stats:
+        """Measure an update as if it were trained, which it is not; the engines' log-probs too."""
+        constants = self._constants(update, advantages)
+        routing = self.source.training_pass(update, constants)
+        loss = self._loss(constants, epoch=0, has_old_logprobs=True)
+        stats = optimizer_step.measure_loss(self.policy, update, loss, routing)
+        self._require_agreement(stats)
+        self.source.finish(routing, update)
+        return stats
 
     # --- before the first optimizer step
 
@@ -215,6 +289,8 @@ class Training:
             columns["rollout_logprobs"] = self._gathered(_rollout)
         if "ref_logprobs" in self.needs:
             columns["ref_logprobs"] = self._gathered(_reference)
+        if "values" in self.needs:
+            columns["values"] = self._gathered(_values)
         return columns
 
     def _gathered(self, column: Callable[[MicroBatch], torch.Tensor]) -> torch.Tensor:
@@ -259,10 +335,24 @@ class Training:
         """Take one optimizer step. epoch: how often the batch was trained before, from 0; is_last:
         no other one follows, so that the weights are read next."""
         routing = self.source.training_pass(update, constants)
-        sampled_by_these_weights = not self.table.manifest.stale
         # without a pass of the old policy, its log-probs are those of the first optimizer step
         has_old_logprobs = self.is_untouched or update.microbatches[0].old_logprobs is not None
-        loss = PolicyGradientLoss(
+        loss = self._loss(constants, epoch, has_old_logprobs=has_old_logprobs)
+        stats = optimizer_step.compute_gradients(self.policy, update, loss, routing)
+        self._require_agreement(stats)
+        stats = optimizer_step.apply_gradients(self.policy, stats, gather=is_last)
+        self.is_untouched = False
+        self.recorded_masks[epoch] += loss.recorded_masks()
+        self.source.finish(routing, update)
+        return stats
+
+    def _loss(
+        self, constants: LossConstants, epoch: int, *, has_old_logprobs: bool
+    ) -> PolicyGradientLoss:
+        """The loss of an update. has_old_logprobs: those that it has, or finds, are of the policy
+        from before the step."""
+        sampled_by_these_weights = not self.table.manifest.stale
+        return PolicyGradientLoss(
             self.config,
             self.objective,
             self.table,
@@ -274,13 +364,6 @@ class Training:
                 and has_old_logprobs
             ),
         )
-        stats = optimizer_step.compute_gradients(self.policy, update, loss, routing)
-        self._require_agreement(stats)
-        stats = optimizer_step.apply_gradients(self.policy, stats, gather=is_last)
-        self.is_untouched = False
-        self.recorded_masks[epoch] += loss.recorded_masks()
-        self.source.finish(routing, update)
-        return stats
 
     def _replayed_masks_of(self, epoch: int) -> Mapping[str, torch.Tensor] | None:
         """The recorded masks of an epoch, bool [n] by name; None where nothing is replayed."""
@@ -365,10 +448,9 @@ class Training:
         )
 
     def _metrics(
-        self, total: Stats, advantages: Advantages, rates: list[float], shares: list[float]
+        self, total: Stats, advantages: Advantages, trained: "_PolicyUpdates"
     ) -> dict[str, float]:
-        """Metrics of the step by name. rates: learning rate of each optimizer step; shares: of its
-        samples that is effective, where the rate goes by it."""
+        """Metrics of the step by name."""
         metrics = derived(total.result())
         skipped = self.num_planned_updates - len(self.updates)
         metrics["batch/skipped_updates"] = float(skipped)
@@ -379,11 +461,24 @@ class Training:
             if isinstance(value, float):
                 metrics[f"objective/{name}"] = value
         metrics.update(self.source.metrics())
-        if rates:
-            metrics["optimizer/lr"] = float(np.mean(rates))
-        if shares:
-            metrics["optimizer/ess_fraction"] = float(np.mean(shares))
+        if trained.rates:
+            metrics["optimizer/lr"] = float(np.mean(trained.rates))
+        if trained.shares:
+            metrics["optimizer/ess_fraction"] = float(np.mean(trained.shares))
+        if self.critic is not None:
+            metrics.update(measured(self.value_targets))
         return metrics
+
+
+@dataclass
+class _PolicyUpdates:
+    """The optimizer steps of the policy in a step; none while the critic is warmed up."""
+
+    stats: list[Stats] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    """Learning rate of each."""
+    shares: list[float] = field(default_factory=list)
+    """Of its samples that is effective, where the rate goes by it."""
 
 
 _OF_THE_OLD_PASS = {"old_logprobs", "sampled_logprobs", "entropies", "squared_probs"}
@@ -444,6 +539,12 @@ def _reference(microbatch: MicroBatch) -> torch.Tensor:
     """The reference's log-probs, which the objective wants and a pass has found."""
     assert microbatch.ref_logprobs is not None
     return microbatch.ref_logprobs
+
+
+def _values(microbatch: MicroBatch) -> torch.Tensor:
+    """The critic's values, which a rule asks for where advantages need them."""
+    assert microbatch.values is not None
+    return microbatch.values
 
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:

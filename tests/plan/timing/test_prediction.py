@@ -87,6 +87,16 @@ def test_passes_that_an_objective_saves_or_costs():
     )
 
 
+def test_a_critic_costs_its_passes():
+    """Its values, and a step like the policy's without the output layer."""
+    without = predicted(SMALL, "objective.preset=grpo")
+    found = predicted(SMALL, "objective.preset=ppo", "critic.warmup_steps=0")
+    assert 1.5 < found.forward_backward_s / without.forward_backward_s < 2
+    assert found.logprobs_s > without.logprobs_s
+    assert found.optimizer_s > 1.5 * without.optimizer_s
+    assert found.trainer_s > without.trainer_s + found.logprobs_s - without.logprobs_s
+
+
 def test_shared_prompts_are_computed_once():
     shared = predicted(SMALL, prompt_tokens=1000, answer_tokens=1000)
     alone = predicted(SMALL, "trainer.share_prefixes=false", prompt_tokens=1000, answer_tokens=1000)

@@ -77,6 +77,8 @@ def _optimizer_bytes(policy: Policy) -> int:
     """Bytes of moments, and of float32 weights beside bfloat16 ones."""
     total = 0
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        if part.optimizer is None:  # of experts, on a rank without any
+            continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 if policy.config.bf16 and parameter.dtype == torch.float32:

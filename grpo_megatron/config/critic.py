@@ -1,0 +1,22 @@
+"""`[critic]`: a value model beside the policy, for advantages by GAE."""
+
+from pydantic import Field
+
+from grpo_megatron.config.base import Strict
+from grpo_megatron.config.trainer import OptimizerConfig
+
+
+class CriticConfig(Strict):
+    """A value model with weights and an optimizer of its own, at the policy's layout: the policy's
+    layers with a scalar head in the place of the output layer. It begins with the weights with
+    which RL begins, and a head that `seed` draws (docs/ppo.md)."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Optimizer of the critic, which takes a step for each one of the policy; its schedule is over
+    all steps of the run."""
+    warmup_steps: int = Field(0, ge=0)
+    """So many first steps of the run train the critic alone; the policy stays as it is, and its
+    learning rate begins after them."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """Values are kept this close to those from before the step where the loss would fall by leaving
+    them (PPO's clipped value loss); null: a plain squared error."""

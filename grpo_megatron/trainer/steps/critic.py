@@ -1,0 +1,151 @@
+"""The critic of PPO: a value model of its own, trained beside the policy on the same micro-batches.
+
+It is the policy's layers with a scalar head (`RewardHead`) in the place of the output layer, at the
+same layout; its scalar at the position before a policy token is V of that token's state. Values are
+computed when a step is trained, with the critic's weights of then: none is older than its step."""
+
+from collections.abc import Sequence
+
+import torch
+
+from grpo_megatron.algorithms.batch import SampleBatch, ValueTargets
+from grpo_megatron.algorithms.stats import MetricRecorder, Stats
+from grpo_megatron.algorithms.value_loss import value_losses
+from grpo_megatron.config.critic import CriticConfig
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.device_copies import to_device
+from grpo_megatron.trainer.megatron.policy import Policy, build_policy
+from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
+from grpo_megatron.trainer.steps.optimizer_step import (
+    apply_gradients,
+    compute_gradients,
+    logprob_pass,
+)
+
+_GRAD_NORM = "grad/norm"
+_OF_THE_CRITIC = "critic/"
+
+
+class Critic:
+    """A value model with its optimizer.
+
+    Attributes:
+        settings: `[critic]`.
+        model: A `Policy` by type, whose first output row are values."""
+
+    def __init__(self, settings: CriticConfig, model: Policy):
+        self.settings = settings
+        self.model = model
+
+    def begin_with(self, policy: Policy) -> None:
+        """Take over all weights of the policy's layers; the head stays as it is."""
+        with torch.no_grad():
+            for own, theirs in zip(self.model.models, policy.models, strict=True):
+                weights = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+                for name, tensor in (*own.named_parameters(), *own.named_buffers()):
+                    if name in weights:
+                        tensor.copy_(weights[name])
+        self.model.optimizer.reload_model_params()
+
+    def is_warming_up(self, step: int) -> bool:
+        """Whether the critic alone is trained in a step of the run."""
+        return step < self.settings.warmup_steps
+
+    def look_at(self, updates: Sequence[UpdateBatch]) -> None:
+        """Put the values of all policy tokens into `MicroBatch.values`. Collective."""
+        for update in updates:
+            outputs = logprob_pass(self.model, update)
+            for microbatch, output in zip(update.microbatches, outputs, strict=True):
+                microbatch.values = output[0]
+
+    def train(
+        self,
+        update: UpdateBatch,
+        batch: SampleBatch,
+        targets: ValueTargets,
+        rate: float,
+        domains: Sequence[str],
+        *,
+        is_last: bool,
+    ) -> Stats:
+        """Take one optimizer step on the tokens of an update that count; nothing where none does.
+
+        rate: learning rate; is_last: no other step follows, so that the weights are read next.
+        Returns metrics, equal on all ranks. Raises TrainerError as `apply_gradients` does.
+        Collective."""
+        num_counted = int(targets.is_counted[batch.flat_index(update.samples)].sum())
+        if num_counted == 0:
+            return Stats()
+        self.model.set_learning_rate(rate)
+        loss = ValueLoss(self.settings, batch, targets, num_counted, domains)
+        stats = compute_gradients(self.model, update, loss)
+        stats = apply_gradients(self.model, stats, gather=is_last)
+        return _without_policy_names(stats)
+
+
+class ValueLoss:
+    """A `LossFunction`: the mean value loss over the tokens of an optimizer step that count.
+
+    num_counted: these tokens, of all ranks and micro-batches."""
+
+    def __init__(
+        self,
+        settings: CriticConfig,
+        batch: SampleBatch,
+        targets: ValueTargets,
+        num_counted: int,
+        domains: Sequence[str],
+    ):
+        self._settings = settings
+        self._batch = batch
+        self._targets = targets
+        self._num_counted = num_counted
+        self._domains = domains
+
+    def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        """Return the micro-batch's loss and metrics. output: fp32 [2, n], the values first."""
+        values = output[0]
+        samples = torch.from_numpy(microbatch.samples)
+        index = self._batch.flat_index(samples)
+        targets = self._targets
+        is_counted = to_device(targets.is_counted[index], values.device)
+        losses, is_clipped = value_losses(
+            values,
+            to_device(targets.old[index].float(), values.device),
+            to_device(targets.returns[index].float(), values.device),
+            self._settings.value_clip,
+        )
+        losses = torch.where(is_counted, losses, 0.0)
+        domain = to_device(self._batch.domains[samples], values.device)
+        meter = MetricRecorder(domain[microbatch.sample], domain, self._domains)
+        meter.mean("critic/loss", losses, where=is_counted)
+        meter.mean("critic/clip_fraction", is_clipped.double(), where=is_counted)
+        return losses.sum() / self._num_counted, meter.stats
+
+
+def _without_policy_names(stats: Stats) -> Stats:
+    """Metrics of an optimizer step by names that are not those of the policy's."""
+    stats.means["critic/grad_norm"] = stats.means[_GRAD_NORM]
+    stats.units["critic/grad_norm"] = stats.units[_GRAD_NORM]
+    found = Stats()
+    for name, sum_and_count in stats.means.items():
+        if name.startswith(_OF_THE_CRITIC):
+            found.means[name] = sum_and_count
+            found.units[name] = stats.units[name]
+    return found
+
+
+def build_critic(config: RunConfig, settings: CriticConfig, policy: Policy) -> Critic:
+    """Make the critic of a policy, which begins with its weights; the head is drawn from the run's
+    seed. Collective."""
+    model = build_policy(
+        policy.hf,
+        config.trainer,
+        settings.optimizer,
+        config.routing.router_policy,
+        seed=config.seed,
+        has_reward_head=True,
+    )
+    critic = Critic(settings, model)
+    critic.begin_with(policy)
+    return critic
