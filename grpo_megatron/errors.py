@@ -1,6 +1,7 @@
 """One root error; every failure class has its own exit code, so that scripts can tell them apart.
 A message says what is wrong, where it was set, the nearest valid value and the remedy."""
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -48,10 +49,23 @@ def raised_as(
         raise kind(f"{what}: {_told(error)}", where=place, remedy=remedy) from error
 
 
+def as_own_error(error: BaseException, other: type[GrpoMegatronError]) -> GrpoMegatronError:
+    """Return the error itself, if it is ours; a SetupError for a full disk, whoever met it; for
+    anything else an `other`."""
+    if isinstance(error, GrpoMegatronError):
+        return error
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return SetupError(
+            f"cannot write: {error.strerror}",
+            where=error.filename,
+            remedy="make room and resume: what was recorded is whole",
+        )
+    return other(f"{type(error).__name__}: {error}")
+
+
 def describe_error(error: BaseException, other: type[GrpoMegatronError]) -> dict[str, Any]:
-    """Put an error into JSON values, for another process. One that is not ours becomes `other`."""
-    if not isinstance(error, GrpoMegatronError):
-        error = other(f"{type(error).__name__}: {error}")
+    """Put an error into JSON values, for another process; see `as_own_error`."""
+    error = as_own_error(error, other)
     return {
         "type": type(error).__name__,
         "message": error.message,
@@ -127,4 +141,5 @@ class GateError(GrpoMegatronError, exit_code=11):
 
 CRASHED_EXIT_CODE = 1
 """Of a process that ended by an error without a name here: of a library, of the machine."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C, as shells report it

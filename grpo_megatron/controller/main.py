@@ -3,6 +3,7 @@
 A line on standard input, or SIGTERM, stops the run after the current step, with a checkpoint."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_megatron.controller.display import claim_stdout, show
-from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
+from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError, as_own_error
 
 
 def main(run_path: str, attempt: str) -> int:
@@ -36,12 +37,11 @@ def main(run_path: str, attempt: str) -> int:
         config = read_resolved(run_dir.config).config
         finished = asyncio.run(run(config, run_dir, stop.listen_for))
     except Exception as error:
-        traceback.print_exc()
-        if isinstance(error, GrpoMegatronError):
-            show("failure", text=str(error))
-            return error.exit_code
-        show("failure", text=f"{type(error).__name__}: {error}")
-        return 1
+        with contextlib.suppress(OSError):  # the log may be on a full disk
+            traceback.print_exc()
+        error = as_own_error(error, GrpoMegatronError)
+        show("failure", text=str(error))
+        return error.exit_code
     if not finished:
         return INTERRUPTED_EXIT_CODE
     return 0
@@ -72,5 +72,6 @@ class Stop:
 
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     os._exit(code)  # libraries' threads must not delay the end of a run

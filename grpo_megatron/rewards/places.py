@@ -14,6 +14,11 @@ from grpo_megatron.orphans import start_worker
 _WORKER = "grpo_megatron.rewards.reward_worker"
 _LONGEST_LINE = 1 << 26
 _CONNECT_S = 10.0
+_LOOK_S = 0.5
+_MOST_AT_ONCE = 1 << 26
+_MOST_A_SECOND = 1 << 20
+_KEPT_OF_FLOOD = 1 << 20
+"""Bytes that a process may print, see `LocalPlace`, and those of a flood that stay in the log."""
 WELCOME = b"ready\n"
 """What a host says to whoever has its token."""
 
@@ -58,16 +63,20 @@ class Place(Protocol):
 
 
 class LocalPlace:
-    """A process of this machine."""
+    """A process of this machine. One that prints more than 64 MiB at once, and more than a MiB a
+    second in the long run, is killed before it fills the disk."""
 
     def __init__(self, log_path: Path):
         self.log_path = log_path
         self.process: asyncio.subprocess.Process | None = None
         self._opened: Opened | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> Opened:
         """Start the process."""
         self.process, ours = await start_worker(_WORKER, self.log_path)
+        if self.log_path.is_file():
+            self._looking = asyncio.create_task(self._end_flood(self.process.pid))
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
         self._opened = Opened(reader, writer)
         return self._opened
@@ -84,6 +93,9 @@ class LocalPlace:
 
     async def kill(self) -> None:
         """Kill it and all that its rewards started (idempotent)."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -95,6 +107,36 @@ class LocalPlace:
 
     async def check(self) -> None:
         """Nothing: this machine is here."""
+
+    async def _end_flood(self, pid: int) -> None:
+        """Kill the process where it prints too much; its call is that of one that died."""
+        whole_size = self.log_path.stat().st_size
+        level = 0.0
+        size = whole_size
+        written = _bytes_written(pid)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            # others print into the log, and this process may write files: of both the smaller
+            size_before, written_before = size, written
+            size, written = self.log_path.stat().st_size, _bytes_written(pid)
+            printed = min(size - size_before, written - written_before)
+            level = max(0.0, level + printed - _MOST_A_SECOND * _LOOK_S)
+            if level == 0:
+                whole_size = size
+            if level > _MOST_AT_ONCE:
+                break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.truncate(self.log_path, whole_size + _KEPT_OF_FLOOD)
+        with self.log_path.open("a") as log:
+            log.write("\na reward printed without end and was killed; the rest is left out\n")
+
+
+def _bytes_written(pid: int) -> int:
+    """What a process has written in all; 0 where it has gone, or may not be asked."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/io").read_text().split("wchar:")[1].split()[0])
+    return 0
 
 
 class HostedPlace:

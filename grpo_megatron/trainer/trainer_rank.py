@@ -3,6 +3,7 @@
 Rank 0 takes requests from the controller and passes them on; every rank executes them. While it
 waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out."""
 
+import contextlib
 import gc
 import json
 import os
@@ -19,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_megatron import progress
 from grpo_megatron.config.loader import read_resolved
-from grpo_megatron.errors import CRASHED_EXIT_CODE, TransferError
+from grpo_megatron.errors import GrpoMegatronError, TransferError, as_own_error
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
@@ -167,8 +168,11 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except Exception as error:
-        traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = getattr(error, "exit_code", CRASHED_EXIT_CODE)
-    sys.stdout.flush()
+        told = as_own_error(error, GrpoMegatronError)  # of a crash: CRASHED_EXIT_CODE
+        code = told.exit_code
+        with contextlib.suppress(OSError):  # the log may be on a full disk
+            traceback.print_exc()
+            print(f"error: {told}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)  # other ranks may be inside a collective; torch's threads may abort an exit

@@ -63,7 +63,9 @@ def place(token: int, **changes) -> dict:
     return {str(token): {"logprob": -9.0, "rank": 50}, **best, **changes}
 
 
-def served(ask, answer_place=place, status: int = 200, teacher=None, keys=None, **rollout):
+def served(
+    ask, answer_place=place, status: int = 200, teacher=None, keys=None, delay_s=0.0, **rollout
+):
     """`ask(teachers)` of a recipe whose domain b has a server; also what it was asked. The keys
     that it was shown are put into `keys`."""
     asked = []
@@ -71,6 +73,7 @@ def served(ask, answer_place=place, status: int = 200, teacher=None, keys=None, 
 
     async def complete(request: web.Request) -> web.Response:
         keys.append(request.headers.get("Authorization"))
+        await asyncio.sleep(delay_s)
         asked.append(body := await request.json())
         places = [None, *map(answer_place, body["prompt"][1:])]
         return web.json_response({"choices": [{"prompt_logprobs": places}]}, status=status)
@@ -183,6 +186,16 @@ def test_what_is_no_distribution_is_refused(wrong):
     with pytest.raises(EngineError, match=r"log-probs of 3 tokens.*b-1") as error:
         served(lambda teachers: teachers.answers(GROUPS), wrong)
     assert "distillation.teachers.1.url" in str(error.value)
+
+
+def test_a_server_that_is_too_slow_is_named():
+    with pytest.raises(EngineError, match=r"the teacher at http"):
+        served(
+            lambda teachers: teachers.answers(GROUPS),
+            delay_s=2.0,
+            request_timeout_s=0.2,
+            max_attempts=2,
+        )
 
 
 def test_a_server_that_fails_is_named():

@@ -5,6 +5,7 @@ from pathlib import Path
 FOLDER = str(Path(__file__).parent)
 PLUGIN = "engine_faults"
 NOISE_VARIABLE = "ENGINE_FAULTS_NOISE"
+MEMORY_VARIABLE = "ENGINE_FAULTS_MEMORY"
 
 
 def environment(*folders: str, noise: str = "") -> dict[str, str]:

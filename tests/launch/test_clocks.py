@@ -55,7 +55,9 @@ def test_status_of_this_node_is_not_told_by_a_clock_that_is_set(run_dir, monkeyp
     write(run_dir, working(run_dir, "trainer-0"))
     jump(monkeypatch, seconds)
     [_, line] = role_lines(run_dir, never)
-    assert line.split() == ["trainer-0", "works", "Train", "step_000003", "0"]
+    *words, seconds = line.split()
+    assert words == ["trainer-0", "works", "Train", "step_000003"]
+    assert int(seconds) < DAY_S / 2
 
 
 def test_status_of_this_node_tells_the_seconds_without_a_heartbeat(run_dir, monkeypatch):
@@ -63,7 +65,7 @@ def test_status_of_this_node_tells_the_seconds_without_a_heartbeat(run_dir, monk
     write(run_dir, replace(record, up_s=record.up_s - 100))
     jump(monkeypatch, -DAY_S)
     [_, line] = role_lines(run_dir, never)
-    assert "no heartbeat for 100 s" in line and line.split()[-1] == "100"
+    assert "no heartbeat for 10" in line and 100 <= int(line.split()[-1]) < 200
 
 
 @pytest.mark.parametrize("ahead_s", [DAY_S, -DAY_S])
@@ -89,7 +91,7 @@ def test_a_node_that_beats_no_more_is_late_by_its_clock(run_dir):
     record = replace(record, host="elsewhere", boot="another", written_at=time.time() - 300)
     write(run_dir, record)
     [_, line] = role_lines(run_dir, lambda seconds: None)
-    assert "no heartbeat for 300 s" in line
+    assert "no heartbeat for 30" in line
 
 
 def test_a_node_that_was_started_again_is_not_taken_for_the_one_before(run_dir):
@@ -97,7 +99,7 @@ def test_a_node_that_was_started_again_is_not_taken_for_the_one_before(run_dir):
     record = working(run_dir, "trainer-0")
     write(run_dir, replace(record, pid=os.getppid(), boot="before", written_at=time.time() - 300))
     [_, line] = role_lines(run_dir, lambda seconds: None)
-    assert "no heartbeat for 300 s" in line
+    assert "no heartbeat for 30" in line
 
 
 @pytest.mark.parametrize("seconds", [DAY_S, -DAY_S])

@@ -49,6 +49,9 @@ def obey(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, An
         sys.stdout.write("more")
         os.write(1, b"raw")
         return 1.0
+    elif completion == "flood":
+        while True:
+            sys.stdout.write("x" * (1 << 20))
     elif completion == "read":
         return float(len(sys.stdin.read()))
     elif completion == "str":

@@ -96,6 +96,19 @@ def test_prints_go_to_the_log(tmp_path):
     assert "printed by a reward" in told and "more" in told and "raw" in told
 
 
+def test_a_reward_that_prints_without_end_fills_no_disk(tmp_path):
+    log = tmp_path / "rewards.log"
+    log.write_text("of the start\n")
+    texts = ["1", "flood", "print", "2"]
+    [scored], pool = score([domain(OBEY)], [group(texts)], log_path=log, timeout_s=600)
+    np.testing.assert_equal(scored.rewards, [1, math.nan, 1, 2])
+    assert pool.take_metrics()["reward/d.obey/died"] == 1
+    assert log.stat().st_size < 1 << 22
+    told = log.read_text()
+    assert told.startswith("of the start") and "printed without end and was killed" in told
+    assert "printed by a reward" in told
+
+
 def test_the_first_traceback_is_kept_and_logged_once(caplog):
     _, pool = score([domain(OBEY)], [group(["1"] + ["raise"] * 100)])
     assert "no reward for 37 + 48 =" in pool.components[0].trace

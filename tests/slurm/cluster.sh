@@ -7,19 +7,27 @@
 #   cluster.sh down          end every process of it
 #   cluster.sh crash NODE    the node's power goes: all of its processes die at once
 #   cluster.sh revive NODE   start a crashed node again
+#   cluster.sh cut A B       packets between two nodes are lost, in both directions
+#   cluster.sh mend A B      they arrive again
 #
-# CLUSTER_DIR     state (default /var/lib/grpo-megatron-slurm)
+# CLUSTER_NUMBER  several clusters may run at once, each with a number of its own (0)
+# CLUSTER_DIR     state (default /var/lib/grpo-megatron-slurm, and its number unless that is 0)
 # CLUSTER_NODES   number of nodes (4)      CLUSTER_CPUS  cores that each claims (8)
 # CLUSTER_SHARED  directories below /tmp, separated by colons, that all nodes share
 set -euo pipefail
 
-dir=${CLUSTER_DIR:-/var/lib/grpo-megatron-slurm}
+number=${CLUSTER_NUMBER:-0}
+dir=${CLUSTER_DIR:-/var/lib/grpo-megatron-slurm${number#0}}
 nodes=${CLUSTER_NODES:-4}
 cpus=${CLUSTER_CPUS:-8}
 shared=${CLUSTER_SHARED:-}
-network=10.78.0
-bridge=gmslurm0
-port=6917
+network=10.$((78 + number)).0
+bridge=gmslurm$number
+namespace=gm${number#0}-
+cable=gmv${number#0}
+if ((number)); then cable+=x; fi
+nobody=02:00:00:00:00:99  # no node has this address
+port=$((6917 + 2 * number))
 self=$(readlink -f "${BASH_SOURCE[0]}")
 export SLURM_CONF=$dir/slurm.conf
 
@@ -128,7 +136,7 @@ node_init() {
 }
 
 start_node() {
-    local node=$1 ns=gm-$1 link=gmv${1#node}
+    local node=$1 ns=$namespace$1 link=$cable${1#node}
     ip netns del "$ns" 2>/dev/null || true
     ip link del "$link" 2>/dev/null || true
     ip netns add "$ns"
@@ -173,18 +181,24 @@ down() {
     for file in "$dir"/node*.pid; do end "$file" unshare; done
     end "$dir/slurmctld.pid" slurmctld
     end "$dir/munged.pid" munged
-    for file in $(ip netns list 2>/dev/null | grep -o '^gm-node[0-9]*'); do ip netns del "$file"; done
-    for file in $(ip -o link | grep -o 'gmv[0-9]*' | sort -u); do ip link del "$file" || true; done
+    for file in $(ip netns list 2>/dev/null | grep -o "^${namespace}node[0-9]*"); do ip netns del "$file"; done
+    for file in $(ip -o link | grep -o "$cable[0-9]*" | sort -u); do ip link del "$file" || true; done
     ip link del $bridge 2>/dev/null || true
     sleep 0.3
     rm -rf --one-file-system "$dir"/{state,shape,log} "$dir"/spool-* "$dir"/tmp-*
 }
 
+# lose A B: what A sends to B gets nowhere, and A is not told
+lose() { ip -n "$namespace$1" neigh replace "$(address "$2")" lladdr $nobody dev eth0 nud permanent; }
+find_again() { ip -n "$namespace$1" neigh del "$(address "$2")" dev eth0; }
+
 case ${1:-} in
     up) up ;;
     down) down ;;
-    crash) end "$dir/$2.pid" unshare; ip link del "gmv${2#node}" ;;
+    crash) end "$dir/$2.pid" unshare; ip link del "$cable${2#node}" ;;
     revive) start_node "$2"; retry 30 ready || fail "$2 did not come up" ;;
+    cut) lose "$2" "$3"; lose "$3" "$2" ;;
+    mend) find_again "$2" "$3"; find_again "$3" "$2" ;;
     node-init) node_init "$2" ;;
     *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$self"; exit 2 ;;
 esac

@@ -80,12 +80,25 @@ class Cluster:
         """Until the job has left the queue; what Slurm says of it then."""
         deadline = time.monotonic() + timeout_s
         while self.run("squeue", "-h", "-j", job, "-t", ACTIVE).stdout.strip():
-            if self.job(job)["Reason"] == "BeginTime":  # Slurm holds what was requeued for 2 min,
-                time.sleep(5)  # so that the end of the old script is not taken for the new one's
-                self.run("scontrol", "update", f"jobid={job}", "starttime=now")
+            self._shorten_hold(job)
             assert time.monotonic() < deadline, self.job(job)
             time.sleep(0.2)
         return self.job(job)
+
+    def _shorten_hold(self, job: str) -> None:
+        """Slurm holds what was requeued for two minutes, so that the end of the old script is not
+        taken for the new one's."""
+        if self.job(job)["Reason"] == "BeginTime":
+            time.sleep(5)
+            self.run("scontrol", "update", f"jobid={job}", "starttime=now")
+
+    def start_again(self, job: str) -> None:
+        """Wait until a job that was requeued runs again."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.job(job)["JobState"] != "RUNNING":
+            self._shorten_hold(job)
+            assert time.monotonic() < deadline, self.job(job)
+            time.sleep(0.2)
 
     def wait_for_steps(self, run: Path, count: int, job: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S

@@ -113,10 +113,8 @@ def test_the_time_limit_is_no_end(cluster):
     assert steps == list(range(len(steps)))
 
 
-def test_preemption_then_checkpoint_and_resume(cluster, whole):
-    """A job of a better partition needs the nodes of one in the spot partition."""
-    job, run = cluster.submit("preempted", PARTITION="spot")
-    cluster.wait_for_steps(run, 2, job)
+def preempt(cluster: Cluster) -> None:
+    """A job of a better partition needs all nodes."""
     urgent = cluster.run(
         "sbatch",
         "--parsable",
@@ -126,10 +124,124 @@ def test_preemption_then_checkpoint_and_resume(cluster, whole):
         "--wrap=srun sleep 1",
     ).stdout.strip()
     assert cluster.wait(urgent)["JobState"] == "COMPLETED"
+
+
+def test_preemption_then_checkpoint_and_resume(cluster, whole):
+    """By a job that needs the nodes of one in the spot partition."""
+    job, run = cluster.submit("preempted", PARTITION="spot")
+    cluster.wait_for_steps(run, 2, job)
+    preempt(cluster)
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
     assert "stopped after" in cluster.output(run) and "resumed after step" in cluster.output(run)
     assert same_metrics(run, whole)
+
+
+def test_preempted_twice_in_a_row(cluster, whole):
+    """The second time before anything of the second attempt is trained."""
+    job, run = cluster.submit("preempted-twice", PARTITION="spot")
+    cluster.wait_for_steps(run, 2, job)
+    preempt(cluster)
+    cluster.start_again(job)
+    preempt(cluster)
+    state = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), cluster.output(run)
+    assert same_metrics(run, whole)
+    assert not all_gone(run)
+
+
+def test_a_drained_node_is_left_with_the_next_attempt(cluster, whole):
+    """What runs there goes on; a job that is requeued gets other nodes."""
+    job, run = cluster.submit("drained")
+    cluster.wait_for_steps(run, 2, job)
+    nodes = cluster.job(job)["NodeList"]
+    cluster.run("scontrol", "update", "nodename=node2", "state=drain", "reason=test")
+    try:
+        cluster.wait_for_steps(run, 3, job)
+        assert cluster.job(job)["Restarts"] == "0"
+        cluster.run("scontrol", "requeue", job)
+        state = cluster.wait(job)
+    finally:
+        cluster.run("scontrol", "update", "nodename=node2", "state=resume")
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
+    assert nodes == "node[1-3]" and state["NodeList"] == "node[1,3-4]"
+    assert runs.timeless(runs.metrics(run)) == runs.timeless(runs.metrics(whole))
+
+
+@pytest.mark.parametrize("node", ["node1", "node2", "node3"])
+def test_a_rebooted_node_costs_no_recorded_step(cluster, whole, node):
+    """It is back before Slurm has missed it: then the job may end by the process that it has lost,
+    with its name, and is resumed."""
+    job, run = cluster.submit(f"rebooted-{node}")
+    cluster.wait_for_steps(run, 3, job)
+    subprocess.run([CLUSTER, "crash", node], check=True)
+    subprocess.run([CLUSTER, "revive", node], check=True)
+    state = cluster.wait(job)
+    if state["JobState"] == "FAILED":
+        assert state["ExitCode"] in ("5:0", "6:0"), cluster.output(run)
+        assert "error: " in cluster.output(run)
+        done = cluster.command("resume", str(run))
+        assert done.returncode == 0, done.stderr
+        state = cluster.wait((run / "slurm/job").read_text().strip())
+    assert state["JobState"] == "COMPLETED", cluster.output(run)
+    assert same_metrics(run, whole)
+    assert not all_gone(run)
+
+
+TRAINER_NODES = ("node1", "node2")
+
+
+def cut(node: str) -> None:
+    """Part the node of the engine from those of the trainer and of the controller."""
+    for other in TRAINER_NODES:
+        subprocess.run([CLUSTER, "cut", node, other], check=True)
+
+
+def mend(node: str) -> None:
+    for other in TRAINER_NODES:
+        subprocess.run([CLUSTER, "mend", node, other], check=False)
+
+
+def test_a_network_that_is_parted_for_a_while_costs_nothing(cluster, whole):
+    """Trainer and engine do not reach each other for half a minute; what was on its way arrives."""
+    job, run = cluster.submit("parted", "num_steps=5000")
+    cluster.wait_for_steps(run, 3, job)
+    cut("node3")
+    try:
+        time.sleep(30)
+        before = len(runs.metrics(run))
+    finally:
+        mend("node3")
+    cluster.wait_for_steps(run, before + 3, job)
+    assert cluster.job(job)["Restarts"] == "0"
+    assert not runs.events(run, "died") and not runs.events(run, "engine_dead")
+    assert cluster.command("cancel", str(run)).returncode == 0
+    cluster.wait(job)
+    records = runs.metrics(run)
+    assert [record["step"] for record in records] == list(range(len(records)))
+    assert runs.timeless(records)[:3] == runs.timeless(runs.metrics(whole))[:3]
+
+
+def test_a_network_that_stays_parted_ends_the_attempt_with_a_name(cluster, whole):
+    """By the watch over what hangs: a connection that is silent is open. A node that is not reached
+    is one for Slurm to judge; the next attempt is the run without the fault."""
+    job, run = cluster.submit("parted-for-good", "watch.kill_after_s=10", "rollout.max_restarts=0")
+    cluster.wait_for_steps(run, 3, job)
+    cut("node3")
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while "a node does not answer; Slurm will requeue the job" not in cluster.output(run):
+            assert time.monotonic() < deadline, cluster.output(run)
+            time.sleep(0.5)
+    finally:
+        mend("node3")
+    said = cluster.output(run)
+    assert "has made no progress" in said and "remedy" in said
+    cluster.run("scontrol", "requeue", job)
+    state = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
+    assert same_metrics(run, whole)
+    assert not all_gone(run)
 
 
 @pytest.mark.parametrize(
