@@ -56,12 +56,19 @@ def settings_of(name: str) -> dict:
 def write_checkpoint(
     directory: Path, name: str, *, config_of_transformers: bool, seed: int = 0, **changed: int
 ) -> None:
-    """Random weights, norms and selection biases, a tokenizer, and config.json: ours, or as
-    transformers saves it. changed: fields of config.json."""
+    """The family's model, written as `write_random_model` does. changed: fields of config.json."""
+    hf = settings_of(name) | changed
+    write_random_model(directory, hf, config_of_transformers=config_of_transformers, seed=seed)
+
+
+def write_random_model(
+    directory: Path, hf: dict, *, config_of_transformers: bool, seed: int = 0
+) -> None:
+    """Random weights, norms and selection biases, a tokenizer, and config.json: `hf`, or as
+    transformers saves it."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    hf = settings_of(name) | changed
     preset = replace(load_preset("tiny-qwen3-moe"), hf=hf)
     write_tiny_model(directory, preset)
     written = (directory / "config.json").read_text()
