@@ -52,8 +52,11 @@ class ControllerLink:
         self.send({"token": endpoint.token, "role": "trainer"})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message, as `trainer.protocol` has them."""
-        self._socket.sendall(encode(message))
+        """Send one message, as `trainer.protocol` has them; to a controller that has gone, none.
+
+        Its death is then what ends this rank, by the next `receive`, and is no crash of it."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(encode(message))
 
     def receive(self, timeout_s: float) -> AnyRequest | None:
         """Wait for the next request; None after `timeout_s`, `Stop` when the controller has gone.
@@ -62,7 +65,9 @@ class ControllerLink:
         # a request comes once the one before is answered, so none waits in the file's buffer
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return None
-        line = self._lines.readline()
+        line = b""
+        with contextlib.suppress(ConnectionResetError):
+            line = self._lines.readline()
         if not line.endswith(b"\n"):
             return Stop()
         return read_request(json.loads(line))
