@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 
 import pytest
 
@@ -18,7 +16,7 @@ from grpo_megatron.types import Problem
 from tests.environments.test_host import domain, hosted
 from tests.environments.test_tools import play
 from tests.rewards import programs
-from tests.rewards.sandboxes import needs_sandbox
+from tests.rewards.sandboxes import hostile_program, needs_sandbox, world_outside
 
 pytestmark = needs_sandbox
 PROBLEM = Problem("What is 6 * 7?", "42")
@@ -86,8 +84,6 @@ def test_the_answer_is_scored():
 
 
 def test_no_program_escapes(tmp_path, monkeypatch):
-    canary = tmp_path / "canary"
-    canary.write_text("alive")
     monkeypatch.setenv("REWARD_SECRET", "secret")
 
     async def told_by(source):
@@ -95,18 +91,15 @@ def test_no_program_escapes(tmp_path, monkeypatch):
         await environment.reset(PROBLEM, 0)
         return (await environment.step(cell(source))).messages[0]["content"]
 
-    async def all_of_them():
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
-            sources = []
-            for source in programs.REFUSED.values():
-                source = source.replace("CANARY", repr(str(canary))).replace("PORT", port)
-                sources.append(programs.PRELUDE + source)
-            return await asyncio.gather(*map(told_by, sources))
+    async def all_of_them(words):
+        sources = [hostile_program(source, words) for source in programs.REFUSED.values()]
+        return await asyncio.gather(*map(told_by, sources))
 
-    for name, told in zip(programs.REFUSED, asyncio.run(all_of_them()), strict=True):
+    with world_outside(tmp_path) as words:
+        of_programs = asyncio.run(all_of_them(words))
+    for name, told in zip(programs.REFUSED, of_programs, strict=True):
         assert "REFUSED" in told and "ESCAPED" not in told, f"{name}: {told}"
-    assert canary.read_text() == "alive" and os.listdir(tmp_path) == ["canary"]
+        assert "NameError" not in told, f"{name}: {told}"
 
 
 @pytest.mark.parametrize("name", ["loop", "sleep", "signals ignored", "output closed"])

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import sys
-import tempfile
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +14,12 @@ import pytest
 from grpo_megatron.rewards import sandbox, seccomp
 from grpo_megatron.rewards.sandbox import MIB, Limits, Outcome
 from tests.rewards import programs
-from tests.rewards.sandboxes import needs_sandbox, wait_until_none_is_left
+from tests.rewards.sandboxes import (
+    hostile_program,
+    needs_sandbox,
+    wait_until_none_is_left,
+    world_outside,
+)
 
 PATIENT = Limits(wall_s=60.0, memory_bytes=256 * MIB, tmp_bytes=4 * MIB + os.getpid())
 HASTY = Limits(wall_s=1.0, memory_bytes=256 * MIB, tmp_bytes=4 * MIB + os.getpid())
@@ -30,40 +32,14 @@ def run_program(source: str, stdin: str = "", *, limits: Limits) -> Outcome:
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
     """What no program may reach, by the word that stands for it; looked at again in the end."""
-    path = tmp_path / "canary"
-    path.write_text("alive")
     monkeypatch.setenv("REWARD_SECRET", "secret")
-    before = os.stat("/dev/null").st_mode, os.stat("/tmp").st_uid
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        tempfile.TemporaryDirectory() as short,  # a socket's path may have 107 bytes
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as local,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as abstract,
-    ):
-        name = f"outside-{os.getpid()}"
-        local.bind(f"{short}/local")
-        abstract.bind(f"\0{name}")
-        for listening in (server, local, abstract):
-            listening.setblocking(False)
-        yield {
-            "CANARY": repr(str(path)),
-            "PORT": str(server.getsockname()[1]),
-            "LOCAL": repr(f"{short}/local"),
-            "ABSTRACT": repr(name),
-            "OUTSIDE": str(os.getpid()),
-        }
-        for ask in (server.accept, partial(local.recv, 1), partial(abstract.recv, 1)):
-            with pytest.raises(BlockingIOError):
-                ask()
-    assert path.read_text() == "alive" and os.listdir(tmp_path) == ["canary"]
-    assert (os.stat("/dev/null").st_mode, os.stat("/tmp").st_uid) == before
+    with world_outside(tmp_path) as words:
+        yield words
     wait_until_none_is_left(PATIENT.tmp_bytes)
 
 
 def run_hostile(source, limits, outside):
-    for word, value in outside.items():
-        source = source.replace(word, value)
-    return run_program(programs.PRELUDE + source, "the input", limits=limits)
+    return run_program(hostile_program(source, outside), "the input", limits=limits)
 
 
 @needs_sandbox
