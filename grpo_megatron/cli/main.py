@@ -11,6 +11,7 @@ import grpo_megatron
 from grpo_megatron.cli import (
     convert_commands,
     data_commands,
+    engines_commands,
     inspect_commands,
     play_command,
     prove_command,
@@ -47,6 +48,7 @@ for _command in (
 app.add_typer(inspect_commands.config_app, name="config")
 app.add_typer(convert_commands.app, name="convert")
 app.add_typer(data_commands.app, name="data")
+app.add_typer(engines_commands.app, name="engines")
 app.add_typer(inspect_commands.objective_app, name="objective")
 app.add_typer(stages_commands.app, name="stages")
 

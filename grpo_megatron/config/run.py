@@ -682,7 +682,7 @@ class RunConfig(Strict):
             and not self.rollout.truncation
             and self.objective.overlong == self.objective.subset == "none"
             and not self.correction
-            and (self.rollout.num_replicas == 1 or self._groups_stay_on_one_engine)
+            and (self.rollout.num_replicas == 1 or self.groups_stay_on_one_engine)
         )
 
     @property
@@ -702,7 +702,7 @@ class RunConfig(Strict):
         return 2
 
     @property
-    def _groups_stay_on_one_engine(self) -> bool:
+    def groups_stay_on_one_engine(self) -> bool:
         """Whether all samples of a prompt are one request."""
         return not self.rollout.deterministic and self.allocation is None
 

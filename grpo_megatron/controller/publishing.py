@@ -97,6 +97,12 @@ class Publisher:
                     return
             await asyncio.sleep(_LOOK_S)
 
+    async def let_go(self, index: int) -> None:
+        """Take an engine out of the run, while no weights are on their way."""
+        async with self._changing:
+            self.engines.let_go(index)
+            self.unchecked.discard(index)
+
     async def _bring(self, client: EngineClient) -> None:
         control = self._new_control([client])
         try:

@@ -1,4 +1,5 @@
-"""Rollout servers and workers that were started again join the run, while the others go on."""
+"""Rollout servers and workers that were started again or added join the run, and those that are
+removed leave it, while the others go on."""
 
 import asyncio
 import logging
@@ -10,6 +11,7 @@ from grpo_megatron.controller.connecting import connect_engine, connect_worker, 
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.errors import EngineError, GrpoMegatronError
+from grpo_megatron.rollout.members import read_members
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.workers import WorkerPool
 from grpo_megatron.rundir import RunDir
@@ -25,9 +27,12 @@ class _Client(Protocol):
 
 
 class Rejoining:
-    """Use as `async with`: meanwhile each replica and worker that is not there is waited for.
+    """Use as `async with`: meanwhile each replica and worker that is not there is waited for, and
+    the run's members are followed (`rollout.members`).
 
-    A replica gets the weights of the others (`Publisher.join`) before it is asked anything."""
+    A replica gets the weights of the others (`Publisher.join`) before it is asked anything. One
+    that is to leave gets no new requests, answers those that it has, and is let go between two
+    publishes (`Publisher.let_go`); then the supervisor is told `left` and ends it."""
 
     def __init__(
         self,
@@ -43,21 +48,81 @@ class Rejoining:
         self._workers = workers
         self._publisher = publisher
         self._clients: list[_Client] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[int, list[asyncio.Task[None]]] = {}  # that see to an engine, by number
+        self._known: set[int] = set()  # members that are seen to, or need not be
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._joining: set[int] = set()  # that get weights
+        self._following: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Rejoining":
-        if self._config.engine_restarts > 0:
-            for index in range(self._config.num_replicas):
-                self._tasks.append(asyncio.create_task(self._see_to_engine(index)))
-                self._tasks.append(asyncio.create_task(self._see_to_worker(index)))
+        if self._config.num_replicas == 0:
+            return self
+        for index in read_members(self._run_dir, self._config):
+            self._known.add(index)
+            if self._config.engine_restarts > 0:
+                self._see_to(index)
+        self._following = asyncio.create_task(self._follow())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
+        tasks = [*self._leaving.values()]
+        if self._following is not None:
+            tasks.append(self._following)
+        for of_engine in self._tasks.values():
+            tasks += of_engine
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for client in self._clients:
             await client.close()
+
+    def _see_to(self, index: int) -> None:
+        self._tasks[index] = [
+            asyncio.create_task(self._see_to_engine(index)),
+            asyncio.create_task(self._see_to_worker(index)),
+        ]
+
+    # --- members that come and go
+
+    async def _follow(self) -> None:
+        """Do what has changed among the members, as long as the run lasts."""
+        while True:
+            # by a thread: a file system may stall
+            members = await asyncio.to_thread(read_members, self._run_dir, self._config)
+            self._known.intersection_update(members)
+            for index, membership in members.items():
+                if membership == "leaving" and index not in self._leaving:
+                    self._leaving[index] = asyncio.create_task(self._see_out(index))
+                elif membership == "present" and self._is_new(index):
+                    self._known.add(index)
+                    self._see_to(index)
+            for index in list(self._leaving):
+                if index not in members:  # the supervisor has ended it
+                    del self._leaving[index]
+            await asyncio.sleep(_LOOK_S)
+
+    def _is_new(self, index: int) -> bool:
+        """Whether a member was added, and nobody sees to one of its number any more."""
+        if index in self._known:
+            return False
+        return all(task.done() for task in self._tasks.get(index, []))
+
+    async def _see_out(self, index: int) -> None:
+        """Let an engine go once it has answered what it was asked."""
+        while index in self._joining:  # the trainer would wait for it in vain
+            await asyncio.sleep(_LOOK_S)
+        for task in self._tasks.pop(index, []):
+            task.cancel()
+        replica = self._engines.find(index)
+        if replica is not None:
+            replica.is_leaving = True
+            while replica.is_alive and (replica.in_flight or replica in self._engines.taking):
+                await asyncio.sleep(_LOOK_S)
+        await self._publisher.let_go(index)
+        self._workers.let_go(index)
+        show("left", engine=index)
+
+    # --- those that are to be there
 
     async def _see_to_engine(self, index: int) -> None:
         name = f"rollout-{index}"
@@ -83,7 +148,11 @@ class Rejoining:
         client = await connect_engine(self._config, self._run_dir, index)
         self._clients.append(client)
         began = time.perf_counter()
-        await self._publisher.join(index, client)
+        self._joining.add(index)
+        try:
+            await self._publisher.join(index, client)
+        finally:
+            self._joining.discard(index)
         seconds = round(time.perf_counter() - began, 3)
         version = self._publisher.version
         show("message", text=f"{name} has joined with weight version {version}")

@@ -26,6 +26,7 @@ from grpo_megatron.network import Endpoint, wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.members import read_members
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.workers import RolloutWorkers, WorkerClient, WorkerPool
 from grpo_megatron.rundir import RunDir
@@ -85,8 +86,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
             await _connect_workers(config, run_dir, stack),
             on_death=lambda index, cause: _on_worker_death(run_dir, index, cause),
             can_wait=lambda: any(
-                _may_return(config, run_dir, "worker", index)
-                for index in range(config.num_replicas)
+                _may_return(config, run_dir, "worker", index) for index in _present(config, run_dir)
             ),
         )
         publisher = Publisher(config, run_dir, trainer, engines)
@@ -188,17 +188,17 @@ async def _connect_replicas(
         client = await connect_engine(config, run_dir, index)
         return await stack.enter_async_context(client)
 
-    connecting = [connect(index) for index in range(config.num_replicas)]
-    clients: list[EngineClient | None] = []
+    indices = _present(config, run_dir)
+    clients: list[EngineClient | None] = [None] * (max(indices, default=-1) + 1)
     failures: list[BaseException] = []
-    for result in await asyncio.gather(*connecting, return_exceptions=True):
+    results = await asyncio.gather(*map(connect, indices), return_exceptions=True)
+    for index, result in zip(indices, results, strict=True):
         if isinstance(result, BaseException):
             failures.append(result)
-            clients.append(None)
         else:
-            clients.append(result)
+            clients[index] = result
     for error in failures:
-        if not isinstance(error, EngineError) or len(failures) == len(clients):
+        if not isinstance(error, EngineError) or len(failures) == len(indices):
             raise error
         show("message", text=f"going on without an engine: {error.message}")
     return clients
@@ -210,7 +210,7 @@ async def _connect_workers(
     """By replica, those that came up. EngineError: none did."""
     workers: dict[int, WorkerClient] = {}
     failure: EngineError | None = None
-    for index in range(config.num_replicas):
+    for index in _present(config, run_dir):
         try:
             client = await connect_worker(config, run_dir, index)
         except EngineError as error:
@@ -220,6 +220,12 @@ async def _connect_workers(
     if failure is not None and not workers:
         raise failure
     return workers
+
+
+def _present(config: RunConfig, run_dir: RunDir) -> list[int]:
+    """Numbers of the engines that take requests, or will."""
+    members = read_members(run_dir, config)
+    return [index for index, membership in members.items() if membership == "present"]
 
 
 def _may_return(config: RunConfig, run_dir: RunDir, role: str, index: int) -> bool:

@@ -158,7 +158,12 @@ class RLLoop:
         if self.config.can_verify_from_samples:
             recorded = await sampling
             living = {replica.index for replica in self._publisher.engines.alive}
-            if recorded.fresh and living <= set(recorded.facts.verified_replicas):
+            are_told_apart = len(living) <= 1 or self.config.groups_stay_on_one_engine
+            if (
+                recorded.fresh
+                and are_told_apart
+                and living <= set(recorded.facts.verified_replicas)
+            ):
                 self._publisher.unchecked.clear()
                 return recorded
             return replace(recorded, logprob_check=await self._check_logprobs())

@@ -34,6 +34,11 @@ class Restarts:
         self._due_s[name] = self._clock() + pause_s
         return pause_s
 
+    def forget(self, name: str) -> None:
+        """Count the restarts of a process from none again; none is planned."""
+        self.counts.pop(name, None)
+        self._due_s.pop(name, None)
+
     def are_left(self, name: str) -> bool:
         """Whether a process would be started again if it died now."""
         return self.counts[name] < self.most

@@ -53,6 +53,16 @@ class LocalProcesses:
         """One of them."""
         return self._child(f"rollout-{index}", REPLICA, str(index))
 
+    def why_no_room(self, index: int) -> str:
+        """Why there is no place for a server of this number; empty: there is one."""
+        count = self.config.placement.gpus_per_node
+        if not count:
+            return ""
+        places = (count - self.config.trainer.num_ranks) // self.config.rollout.num_workers
+        if index < places:
+            return ""
+        return f"this machine has GPUs for {places} engines, which are all taken"
+
     def workers(self) -> list[ChildProcess]:
         """One process a server, which has its prompts answered and writes the samples."""
         return [self.worker(index) for index in range(self.config.num_replicas)]

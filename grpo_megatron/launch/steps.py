@@ -161,6 +161,13 @@ class SlurmSteps:
             log=f"rollout-{index}.log",
         )
 
+    def why_no_room(self, index: int) -> str:
+        """Why there is no place for a server of this number; empty: there is one."""
+        places = self.config.num_replicas
+        if index < places:
+            return ""
+        return f"the nodes of the job have places for {places} engines, which are all taken"
+
     def workers(self) -> list[ChildProcess]:
         """A step for each server's worker, on the node where the server answers."""
         return [self.worker(index) for index in range(self.config.num_replicas)]

@@ -13,11 +13,12 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron import errors
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.launch.engine_members import EngineMembers
+from grpo_megatron.launch.engine_requests import EngineRequest, answer, take_requests
 from grpo_megatron.launch.processes import ChildProcess, End, stop_all, wait_readable
 from grpo_megatron.launch.restarts import (
     Restarts,
@@ -35,14 +36,6 @@ _SETTLE_S = 5.0
 """Within this the ranks end that lost one: who was first is known then."""
 _TRAINING = "training"
 """Under this its restarts are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _EnvironmentServers:
-    """The servers of one domain's environment, numbered from `first`."""
-
-    first: int
-    children: list[ChildProcess]
 
 
 class Supervisor:
@@ -63,6 +56,7 @@ class Supervisor:
         self._training_restarts = Restarts(self.config.trainer_restarts)
         self.watcher: Watcher | None = None
         self._child_of: dict[str, ChildProcess] = {}  # by role
+        self._engines = EngineMembers(self.run_dir, range(self.config.num_replicas))
         self._told_hangs: dict[str, str] = {}
         self._words = {"failure": "", "result": ""}  # the controller's last
 
@@ -109,18 +103,17 @@ class Supervisor:
             print(self._words["result"], flush=True)
         return code
 
-    def _environment_servers(self) -> dict[str, _EnvironmentServers]:
+    def _environment_servers(self) -> dict[str, list[ChildProcess]]:
         """Those of every domain that has some."""
-        found: dict[str, _EnvironmentServers] = {}
+        found: dict[str, list[ChildProcess]] = {}
         for number, domain in enumerate(self.config.environment_servers):
-            servers = found.setdefault(domain, _EnvironmentServers(number, []))
-            servers.children.append(self.roles.environment_server(number))
+            found.setdefault(domain, []).append(self.roles.environment_server(number))
         return found
 
     def _all_environments(self) -> list[ChildProcess]:
         children: list[ChildProcess] = []
         for servers in self.environments.values():
-            children += servers.children
+            children += servers
         return children
 
     def _prepare_model(self) -> None:
@@ -156,6 +149,7 @@ class Supervisor:
             self._check_environments()
             self._start_again()
             self._check_hangs()
+            self._answer_requests()
 
     def _watched(self) -> list[ChildProcess]:
         """Children whose end would be news."""
@@ -267,7 +261,7 @@ class Supervisor:
                 continue
             self._forget_addresses(worker.name)
             self.children.remove(worker)
-            self.workers[index] = self.roles.worker(index)
+            self.workers[index] = self.roles.worker(_number_of(worker))
             begun.append(self.workers[index])
         self.children += begun
         for child in begun:
@@ -298,7 +292,7 @@ class Supervisor:
     def _check_environments(self) -> None:
         for domain, servers in self.environments.items():
             role = f"environment server of domain {domain}"
-            self._check_spares(servers.children, role, errors.EpisodeError)
+            self._check_spares(servers, role, errors.EpisodeError)
 
     def _check_spares(
         self,
@@ -317,10 +311,10 @@ class Supervisor:
             told = f"{end.name} died with exit code {end.exit_code}; see {end.log}"
             restarts = self._restarts_of(child)
             pause_s = None
-            if child not in self.reward_hosts:
+            if self._is_started_again(child):
                 pause_s = restarts.plan(child.name)
             if pause_s is None:
-                (self.run_dir.endpoints / f"{child.name}.dead").touch()
+                self._give_up(child)
             else:
                 self._forget_addresses(child.name)
                 number = f"{restarts.counts[child.name]} of {restarts.most}"
@@ -335,6 +329,20 @@ class Supervisor:
             if is_nobody_left:
                 told += f"; no {role} is left, the run waits for it"
             self.screen.message(told)
+
+    def _is_started_again(self, child: ChildProcess) -> bool:
+        """Whether a process that died is started again, as often as its limit allows."""
+        if child in self.reward_hosts:
+            return False
+        is_of_engine = child in self.replicas or child in self.workers
+        return not (is_of_engine and self._engines.is_leaving(_number_of(child)))
+
+    def _give_up(self, child: ChildProcess) -> None:
+        """Say of a process that died that it is not started again."""
+        (self.run_dir.endpoints / f"{child.name}.dead").touch()
+        index = _number_of(child)
+        if child in self.replicas and not self._engines.is_leaving(index):
+            self._engines.forget(index)
 
     def _restarts_of(self, child: ChildProcess) -> Restarts:
         """The restarts among which those of a process count."""
@@ -362,21 +370,16 @@ class Supervisor:
         self._start_due(self.replicas, self.roles.replica)
         self._start_due(self.workers, self.roles.worker)
         for servers in self.environments.values():
-            self._start_due(servers.children, self.roles.environment_server, servers.first)
+            self._start_due(servers, self.roles.environment_server)
 
-    def _start_due(
-        self,
-        children: list[ChildProcess],
-        make: Callable[[int], ChildProcess],
-        first: int = 0,
-    ) -> None:
-        """Start those of `children` whose pause is over; they are made by number, from `first`."""
+    def _start_due(self, children: list[ChildProcess], make: Callable[[int], ChildProcess]) -> None:
+        """Start those of `children` whose pause is over; they are made by their number."""
         for index, ended in enumerate(children):
             restarts = self._restarts_of(ended)
             if not restarts.take_due(ended.name):
                 continue
             stop_all([ended], grace_s=0.0)
-            child = make(first + index)
+            child = make(_number_of(ended))
             child.start()
             children[index] = child
             self.children[self.children.index(ended)] = child
@@ -389,6 +392,98 @@ class Supervisor:
                 number=restarts.counts[child.name],
             )
             self._watch_child(child)
+
+    # --- engines that come and go
+
+    def _answer_requests(self) -> None:
+        """Do what `grpo-megatron engines` asks for."""
+        for name, request in take_requests(self.run_dir).items():
+            told: str | errors.GrpoMegatronError
+            try:
+                told = self._change_engines(request)
+            except errors.GrpoMegatronError as error:
+                told = error
+            else:
+                self.screen.message(told)
+            answer(self.run_dir, name, told)
+
+    def _change_engines(self, request: EngineRequest) -> str:
+        """Returns what was done. Raises ConfigError where that cannot be."""
+        if self.interrupts:
+            raise errors.ConfigError("the run is about to end", where=str(self.run_dir.root))
+        if not self.replicas:
+            raise errors.ConfigError("a run of this kind has no engines", where="kind")
+        if request.action == "add":
+            return self._add_engine()
+        assert request.engine is not None  # the command asks for it
+        self._engines.begin_leaving(request.engine)
+        return (
+            f"rollout-{request.engine} gets no more requests, and ends when it has answered those "
+            "that it has"
+        )
+
+    def _add_engine(self) -> str:
+        """Start one more server and its worker, which join once they are up."""
+        if self.config.shares_gpus:
+            raise errors.ConfigError(
+                "engines share their GPUs with the trainer, which may have filled them",
+                where="placement.mode",
+                remedy="resume with another rollout.num_replicas",
+            )
+        index = self._engines.free_number()
+        problem = self.roles.why_no_room(index)
+        if problem:
+            raise errors.ConfigError(
+                problem,
+                where="rollout.num_replicas",
+                remedy="remove another one first, or resume with more",
+            )
+        self._drop_engine(index)  # one that was given up
+        replica = self.roles.replica(index)
+        worker = self.roles.worker(index)
+        self.replicas.append(replica)
+        self.workers.append(worker)
+        for child in (replica, worker):
+            self._restarts.forget(child.name)
+            (self.run_dir.endpoints / f"{child.name}.dead").unlink(missing_ok=True)
+            self.children.append(child)
+            child.start()
+            append_event(self.run_dir.events, "added", role=child.name, pid=child.started.pid)
+            self._watch_child(child)
+        self._engines.add(index)
+        return f"{replica.name} starts; it joins when it has got the present weights"
+
+    def _engine_left(self, index: int) -> None:
+        """End an engine that the controller has let go."""
+        if not self._engines.is_leaving(index):
+            return
+        self._drop_engine(index)
+        self._engines.forget(index)
+        append_event(self.run_dir.events, "removed", role=f"rollout-{index}")
+        self.screen.message(f"rollout-{index} has left the run")
+
+    def _drop_engine(self, index: int) -> None:
+        """End the server of this number and its worker, and forget them, where they are there."""
+        dropped = []
+        for children in (self.replicas, self.workers):
+            for child in [child for child in children if _number_of(child) == index]:
+                children.remove(child)
+                self.children.remove(child)
+                dropped.append(child)
+        for role, child in list(self._child_of.items()):
+            if child in dropped and self.watcher is not None:
+                self.watcher.forget(role)
+        self.roles.end(dropped)
+        for child in dropped:
+            (self.run_dir.endpoints / f"{child.name}.dead").touch()
+            self._forget_addresses(child.name)
+            self._reported_dead.discard(child.name)
+            self._restarts.forget(child.name)
+        self._child_of = {
+            role: child for role, child in self._child_of.items() if child not in dropped
+        }
+
+    # --- roles that hang
 
     def _watch_child(self, child: ChildProcess) -> None:
         for role, pid in self.roles.pids(child).items():
@@ -490,6 +585,8 @@ class Supervisor:
                 getattr(self.screen, kind)(**fields)
             case {"kind": "failure" | "result" as kind, "text": text}:
                 self._words[kind] = text
+            case {"kind": "left", "engine": int(index)}:
+                self._engine_left(index)
 
     def _interrupt(self, number: int, frame: object) -> None:
         self.interrupts += 1
@@ -497,3 +594,8 @@ class Supervisor:
             self.screen.message("stopping after this step with a checkpoint; again to stop now")
             if self.controller.alive:
                 self.controller.tell("stop")
+
+
+def _number_of(child: ChildProcess) -> int:
+    """The number at the end of a process's name."""
+    return int(child.name.rpartition("-")[2])

@@ -19,6 +19,8 @@ class Replica:
     index: int
     client: EngineClient
     in_flight: int = 0
+    is_leaving: bool = False
+    """Whether it gets no new requests, since it is to leave the run."""
     cause_of_death: EngineError | None = None
 
     @property
@@ -62,6 +64,13 @@ class ReplicaPool:
         return [replica for replica in self.replicas if replica.is_alive]
 
     @property
+    def taking(self) -> list[Replica]:
+        """Those that new requests go to: all that are alive and are not leaving; where all others
+        have died, those that are leaving."""
+        staying = [replica for replica in self.alive if not replica.is_leaving]
+        return staying or self.alive
+
+    @property
     def serving(self) -> list[Replica]:
         """Those that take requests: the one at home, or all that are alive."""
         at_home = [replica for replica in self.alive if replica.index == self._home]
@@ -98,9 +107,27 @@ class ReplicaPool:
             await asyncio.sleep(_LOOK_S)
 
     def join(self, index: int, client: EngineClient) -> None:
-        """Let a replica that was started again take requests, in place of the one before it."""
+        """Let a replica that was started again, or is new, take requests, in place of the one
+        before it."""
         others = [replica for replica in self.replicas if replica.index != index]
         self.replicas = sorted([*others, Replica(index, client)], key=lambda one: one.index)
+        self._size = max(self._size, index + 1)
+
+    def find(self, index: int) -> Replica | None:
+        """The replica of a number; None: it never was there, or was let go."""
+        for replica in self.replicas:
+            if replica.index == index:
+                return replica
+        return None
+
+    def let_go(self, index: int) -> None:
+        """Know nothing of a replica any more; whoever asks it finds that it is not there."""
+        replica = self.find(index)
+        if replica is None:
+            return
+        if replica.is_alive:
+            replica.cause_of_death = EngineError(f"{replica.client.name} has left the run")
+        self.replicas.remove(replica)
 
     def _all_died(self) -> EngineError:
         last = self.replicas[-1]

@@ -161,6 +161,10 @@ class WorkerPool:
         """Ask a worker that was started again."""
         self._workers[index] = worker
 
+    def let_go(self, index: int) -> None:
+        """Ask the worker of a replica that leaves the run nothing any more."""
+        self._workers.pop(index, None)
+
     def lose(self, index: int, cause: EngineError) -> None:
         """Ask a worker nothing any more."""
         if self._workers.pop(index, None) is not None:
@@ -288,10 +292,10 @@ class _Call:
         width = max(self._prompts_at_once() // size, 1)
         while self._queue:
             await self._engines.wait_alive()
-            alive = self._engines.alive
-            share = -(-len(self._queue) // len(alive))
+            taking = self._engines.taking
+            share = -(-len(self._queue) // len(taking))
             takers = []
-            for replica in alive:
+            for replica in taking:
                 for _ in range(min(width, share)):
                     takers.append(self._take(replica))
             await finish_or_cancel(takers)
@@ -304,7 +308,7 @@ class _Call:
         prompt_bytes = self._largest_group * self._max_tokens * token_bytes
         num_prompts = len(self._prompts)
         num_chunks = -(-num_prompts * prompt_bytes // SHARD_BYTES)
-        num_replicas = len(self._engines.alive)
+        num_replicas = len(self._engines.taking)
         if num_replicas > 1:
             share_bytes = num_prompts * prompt_bytes // num_replicas
             of_replica = min(max(share_bytes // SMALL_SHARD_BYTES, 1), _CHUNKS_PER_REPLICA)
@@ -327,6 +331,7 @@ class _Call:
                 return
             part = self._queue.popleft()
             index, worker = self._workers.beside(replica.index)
+            replica.in_flight += 1
             try:
                 await self._serve(part, replica, worker)
             except WorkerLost as error:
@@ -334,11 +339,15 @@ class _Call:
                 self._workers.lose(index, error)
             except _NoEngine:
                 self._queue.appendleft(part)
+            finally:
+                replica.in_flight -= 1
 
     def _is_taking(self, replica: Replica) -> bool:
         """Where all have died for good, the worker says so."""
-        if replica.is_alive:
+        if replica in self._engines.taking:
             return True
+        if replica.is_alive:  # it is leaving
+            return False
         return not self._engines.alive and not self._engines.can_wait
 
     async def _serve(self, part: _Part, replica: Replica, worker: Worker) -> None:

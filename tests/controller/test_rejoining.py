@@ -15,6 +15,7 @@ from grpo_megatron.controller.rejoining import Rejoining
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.client import EngineUnreachable
+from grpo_megatron.rollout.members import write_members
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.workers import WorkerPool
 from grpo_megatron.rundir import RunDir
@@ -274,6 +275,9 @@ class Joins:
     async def join(self, index, client):
         self.pool.join(index, client)
 
+    async def let_go(self, index):
+        self.pool.let_go(index)
+
 
 async def until(condition):
     async with asyncio.timeout(60):
@@ -330,7 +334,7 @@ def test_one_that_is_given_up_is_not_waited_for(tmp_path, monkeypatch):
             dead.is_alive = False
             await pool.examine(pool.replicas[0], EngineError("gone"))
             (run_dir.endpoints / "rollout-0.dead").touch()
-            await until(lambda: seeing._tasks[0].done())
+            await until(lambda: seeing._tasks[0][0].done())
 
     asyncio.run(run())
 
@@ -366,7 +370,91 @@ def test_without_restarts_nobody_is_looked_for(tmp_path):
         config = recipe(rollout={"max_restarts": 0})
         seeing = Rejoining(config, RunDir(tmp_path, "1"), pool, WorkerPool({}), Joins(pool))
         async with seeing:
-            assert seeing._tasks == []
+            assert seeing._tasks == {}
+
+    asyncio.run(run())
+
+
+def test_one_that_is_added_joins_whatever_the_restarts(tmp_path, monkeypatch):
+    monkeypatch.setattr(rejoining, "_LOOK_S", 0.05)
+
+    async def run():
+        async with fake_engines() as [new]:
+            pool = ReplicaPool([Engine("rollout-0")])
+            workers = WorkerPool({0: SimpleNamespace()})
+            async with joined(tmp_path, pool, workers, Joins(pool), max_restarts=0) as run_dir:
+                write_members(run_dir, {0: "present", 2: "present"})
+                publish_address(run_dir, "rollout-2", new.url)
+                publish_address(run_dir, "worker-2", new.url)
+                await until(lambda: pool.is_alive(2) and workers.has(2))
+            assert [replica.index for replica in pool.taking] == [0, 2]
+
+    asyncio.run(run())
+
+
+def test_one_that_leaves_answers_what_it_was_asked_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(rejoining, "_LOOK_S", 0.05)
+    shown = []
+    monkeypatch.setattr(rejoining, "show", lambda kind, **fields: shown.append((kind, fields)))
+
+    async def run():
+        pool = ReplicaPool([Engine("rollout-0"), Engine("rollout-1")])
+        workers = WorkerPool({0: SimpleNamespace(), 1: SimpleNamespace()})
+        leaving = pool.replicas[1]
+        leaving.in_flight = 1
+        async with joined(tmp_path, pool, workers, Joins(pool)) as run_dir:
+            write_members(run_dir, {0: "present", 1: "leaving"})
+            await until(lambda: leaving.is_leaving)
+            await asyncio.sleep(0.3)
+            assert [replica.index for replica in pool.taking] == [0]
+            assert [replica.index for replica in pool.alive] == [0, 1]  # it gets weights
+            leaving.in_flight = 0
+            await until(lambda: shown)
+            assert shown == [("left", {"engine": 1})]
+            assert [replica.index for replica in pool.alive] == [0]
+            assert not leaving.is_alive and not workers.has(1)
+            # and may come again
+            write_members(run_dir, {0: "present"})
+            await until(lambda: pool.find(1) is None)
+
+    asyncio.run(run())
+
+
+def test_the_last_one_that_is_alive_stays_although_it_is_to_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(rejoining, "_LOOK_S", 0.05)
+
+    async def run():
+        first = Engine("rollout-0")
+        pool = ReplicaPool([first, Engine("rollout-1")], may_return=lambda index: True)
+        workers = WorkerPool({0: SimpleNamespace(), 1: SimpleNamespace()})
+        first.is_alive = False
+        await pool.examine(pool.replicas[0], EngineError("gone"))
+        async with joined(tmp_path, pool, workers, Joins(pool)) as run_dir:
+            write_members(run_dir, {0: "present", 1: "leaving"})
+            await until(lambda: pool.replicas[1].is_leaving)
+            await asyncio.sleep(0.3)
+            assert [replica.index for replica in pool.taking] == [1]
+            pool.join(0, Engine("rollout-0"))
+            await until(lambda: [replica.index for replica in pool.alive] == [0])
+
+    asyncio.run(run())
+
+
+def test_weights_go_only_to_those_that_are_there(tmp_path):
+    first, second = Engine("r0"), Engine("r1")
+
+    async def run():
+        owner = publisher(tmp_path, [first, second])
+        await owner.publish(3)
+        async with owner.training():
+            leaving = asyncio.create_task(owner.let_go(1))
+            await asyncio.sleep(0.1)
+            assert not leaving.done()  # engines pause together meanwhile
+            await owner.pause_engines()
+        await leaving
+        await owner.publish(4)
+        assert (first.version, second.version) == (4, 3)
+        assert await owner.engines.wait_alive() is None
 
     asyncio.run(run())
 

@@ -30,13 +30,17 @@ file, role, end = map(Path, sys.argv[1:])
 progress.start_progress(file, role.name)
 progress.enter("Train", "step_000003")
 print("ready", flush=True)
+say = end.with_name("say")
 while role.name != "controller" or not end.exists():
+    if role.name == "controller" and say.exists():
+        print(say.read_text(), flush=True)
+        say.unlink()
     time.sleep(0.05)
 """
 
 
 class SmallProcesses(LocalProcesses):
-    """Each role is `ROLE`; the controller ends when the file `end` exists."""
+    """Each role is `ROLE`; the controller prints the file `say`, and ends when `end` exists."""
 
     def _child(self, name, module, *arguments, env=None, piped=False):
         run_dir = self.run_dir

@@ -284,6 +284,36 @@ def test_training_begins_again_in_the_job_when_a_rank_is_killed(cluster, whole):
     assert not all_gone(run)
 
 
+def test_engines_come_and_go_within_the_nodes_of_the_job(cluster):
+    job, run = cluster.submit(
+        "elastic",
+        "num_steps=5000",
+        "placement.trainer_nodes=1",
+        "placement.rollout_nodes=2",
+        "rollout.num_replicas=2",
+    )
+    cluster.wait_for_steps(run, 2, job)
+    listed = cluster.command("engines", "list", str(run)).stdout.splitlines()
+    nodes = [line.split()[-1] for line in listed]
+    assert len(set(nodes)) == 2 and all(" serves " in line for line in listed)
+    refused = cluster.command("engines", "add", str(run))
+    assert refused.returncode == 2
+    assert "the nodes of the job have places for 2 engines" in refused.stderr
+    assert cluster.command("engines", "remove", str(run), "1").returncode == 0
+    assert wait_for_event(run, "removed")["role"] == "rollout-1"
+    assert len(processes(run, "rollout.serve")) == 1
+    cluster.wait_for_steps(run, len(runs.metrics(run)) + 2, job)
+    assert cluster.command("engines", "add", str(run)).returncode == 0
+    assert wait_for_event(run, "joined")["role"].endswith("-1")
+    cluster.wait_for_steps(run, len(runs.metrics(run)) + 3, job)
+    again = cluster.command("engines", "list", str(run)).stdout.splitlines()
+    assert [line.split()[-1] for line in again] == nodes
+    assert cluster.command("cancel", str(run)).returncode == 0
+    assert cluster.wait(job)["ExitCode"] == "130:0", cluster.output(run)
+    assert cluster.command("engines", "list", str(run)).returncode == 2
+    assert not all_gone(run)
+
+
 def test_a_dead_trainer_fails_the_job(cluster):
     job, run = cluster.submit("no-trainer", "num_steps=5000", "trainer.max_restarts=0")
     cluster.wait_for_steps(run, 1, job)

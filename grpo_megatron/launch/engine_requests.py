@@ -1,0 +1,170 @@
+"""What `grpo-megatron engines` asks of a running run's supervisor, and what engines there are.
+
+    request-1f0c.json   {"action": "remove", "engine": 1}         by the command
+    answer-1f0c.json    {"text": "…"} or {"error": {…}}           by the supervisor, within a second
+
+Both lie in `endpoints/ATTEMPT/`, which every node of a job sees."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from grpo_megatron.config.loader import read_resolved
+from grpo_megatron.errors import (
+    ConfigError,
+    EngineError,
+    GrpoMegatronError,
+    describe_error,
+    raise_described,
+)
+from grpo_megatron.files import write_atomically
+from grpo_megatron.launch.look import process_state
+from grpo_megatron.launch.slurm import is_active
+from grpo_megatron.progress import SERVING, read_progress
+from grpo_megatron.rollout.members import read_members
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import read_events
+
+ANSWER_S = 60.0
+"""How long a supervisor may take to answer."""
+_LOOK_S = 0.2
+
+Action = Literal["add", "remove"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One more engine, or one less: that of number `engine`."""
+
+    action: Action
+    engine: int | None = None
+
+
+# --- the command's side
+
+
+def running(path: Path) -> RunDir:
+    """Return the run directory as the attempt that runs sees it.
+
+    Raises ConfigError where the run is not running, as far as its lock tells."""
+    run_dir = RunDir(path)
+    owner = ""
+    with contextlib.suppress(OSError):
+        owner = run_dir.lock.read_text().strip()
+    attempt = ""
+    with contextlib.suppress(OSError):
+        attempt = os.readlink(path / "logs" / "latest")
+    current = RunDir(path, attempt)
+    if not _is_there(owner) or not attempt or not current.endpoints.is_dir():
+        raise ConfigError(
+            "the run is not running",
+            where=str(path),
+            remedy=f"grpo-megatron resume {path} rollout.num_replicas=…",
+        )
+    return current
+
+
+def _is_there(owner: str) -> bool:
+    """Whether who holds a run's lock may be there still; see `run_lock`."""
+    job = re.search(r"Slurm job (\d+)", owner)
+    if job:
+        return is_active(job[1])
+    process = re.match(r"process (\d+) on (\S+)", owner)
+    if not process:
+        return False
+    if process[2] != socket.gethostname():
+        return True  # it answers, or it does not
+    return process_state(int(process[1])) not in ("", "Z")
+
+
+def ask(run_dir: RunDir, request: EngineRequest, timeout_s: float = ANSWER_S) -> str:
+    """Have the supervisor of a running run do what `request` says; returns what it tells.
+
+    Raises what it refuses with; EngineError where it does not answer."""
+    name = secrets.token_hex(4)
+    asked = run_dir.endpoints / f"request-{name}.json"
+    answered = run_dir.endpoints / f"answer-{name}.json"
+    write_atomically(asked, json.dumps(asdict(request)))
+    deadline = time.monotonic() + timeout_s
+    while answered.name not in os.listdir(run_dir.endpoints):
+        if time.monotonic() > deadline:
+            asked.unlink(missing_ok=True)
+            raise EngineError(
+                f"the run's supervisor did not answer within {timeout_s:.0f} s",
+                where=str(run_dir.root),
+                remedy="is it alive? grpo-megatron status",
+            )
+        time.sleep(_LOOK_S)
+    answer = json.loads(answered.read_text())
+    answered.unlink(missing_ok=True)
+    if "error" in answer:
+        raise_described(answer["error"], EngineError)
+    return str(answer["text"])
+
+
+def engine_lines(run_dir: RunDir) -> Iterator[str]:
+    """Yield a line for each engine of a running run: its name, state and process."""
+    config = read_resolved(run_dir.config).config
+    members = read_members(run_dir, config)
+    unjoined = _unjoined(run_dir)
+    for index, membership in members.items():
+        name = f"rollout-{index}"
+        record = read_progress(run_dir.role_progress(name))
+        place = ""
+        state = "starts"
+        if record is not None:
+            place = f"process {record.pid} on {record.host}"
+        if record is not None and record.phase == SERVING:
+            state = "serves"
+            if name in unjoined:
+                state = "waits for the present weights"
+        if membership == "leaving":
+            state = "leaves after its requests"
+        yield f"{name:<12} {state:<30} {place}".rstrip()
+
+
+def _unjoined(run_dir: RunDir) -> set[str]:
+    """Engines that were started after the others and have not joined."""
+    unjoined: set[str] = set()
+    for event in read_events(run_dir.events):
+        role = str(event.get("role", ""))
+        match event["kind"]:
+            case "restarted" if role == "controller":
+                unjoined.clear()  # a new controller waits for all engines
+            case "added" | "restarted":
+                unjoined.add(role)
+            case "joined" | "started":
+                unjoined.discard(role)
+    return unjoined
+
+
+# --- the supervisor's side
+
+
+def take_requests(run_dir: RunDir) -> dict[str, EngineRequest]:
+    """Take what was asked since the last look, by the request's name."""
+    found: dict[str, EngineRequest] = {}
+    with contextlib.suppress(OSError):  # a file system that stalls: the next look finds them
+        for file in sorted(run_dir.endpoints.glob("request-*.json")):
+            with contextlib.suppress(ValueError, TypeError):
+                found[file.stem.removeprefix("request-")] = EngineRequest(
+                    **json.loads(file.read_text())
+                )
+            file.unlink(missing_ok=True)
+    return found
+
+
+def answer(run_dir: RunDir, name: str, told: str | GrpoMegatronError) -> None:
+    """Answer a request with a text, or with why it is refused."""
+    message: dict[str, object] = {"text": told}
+    if isinstance(told, GrpoMegatronError):
+        message = {"error": describe_error(told, EngineError)}
+    write_atomically(run_dir.endpoints / f"answer-{name}.json", json.dumps(message))
