@@ -54,6 +54,8 @@ class News:
 class _Named:
     """A hang that was told."""
 
+    watch: RoleWatch
+    """Of the process that hangs: another one may run under the role's name later."""
     at_s: float
     cause: str
 
@@ -79,7 +81,7 @@ class Watcher:
             self.begin(role, pid)
         self._named: dict[str, _Named] = {}
         self._looks_again_s: dict[str, float] = {}
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[RoleWatch | None, News]] = queue.SimpleQueue()
         self._own = Progress(run_dir.role_progress("supervisor"), "supervisor")
         self._own.enter("watching")
         self._round_began_s = time.monotonic()
@@ -113,11 +115,13 @@ class Watcher:
         self._named.pop(role, None)
 
     def take_news(self) -> list[News]:
-        """What there is to tell since the last call."""
+        """What there is to tell since the last call, not of a process that has ended meanwhile."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._news.get_nowait())
+                watch, news = self._news.get_nowait()
+                if watch is None or self._is_present(watch):
+                    found.append(news)
         waits_s = time.monotonic() - self._round_began_s
         if self._is_round and waits_s > 3 * _STALLED_S and not self._told_files:
             self._told_files = True
@@ -130,16 +134,24 @@ class Watcher:
         now = time.monotonic()
         found = {}
         for role, named in self._named.copy().items():
-            if named.cause != "files":
+            if named.cause != "files" and self._is_present(named.watch):
                 found[role] = now - named.at_s
         return found
 
     def cause_of(self, role: str) -> str:
         """Why a role was named; empty: it was not."""
         named = self._named.get(role)
-        if named is None:
+        if named is None or not self._is_present(named.watch):
             return ""
         return named.cause
+
+    def _is_named(self, watch: RoleWatch) -> bool:
+        named = self._named.get(watch.role)
+        return named is not None and named.watch is watch
+
+    def _is_present(self, watch: RoleWatch) -> bool:
+        """False where its process was forgotten: the thread may be at work on it all the same."""
+        return self._watches.get(watch.role) is watch
 
     # --- in the thread
 
@@ -164,12 +176,12 @@ class Watcher:
         took_s = time.monotonic() - self._round_began_s
         if took_s > _STALLED_S:
             if not self._told_files:
-                self._news.put(News("files", self._files_text(f"took {took_s:.0f} s for a look")))
+                self._tell_files(f"took {took_s:.0f} s for a look")
             self._told_files = True
             passed_s = 0.0
         elif self._told_files:
             self._told_files = False
-            self._news.put(News("files", self._files_text("answers again")))
+            self._tell_files("answers again")
         hangs = {}
         for role, watch in watches.items():
             hang = watch.update(records[role], passed_s, is_stopped=self._is_stopped(role))
@@ -177,18 +189,18 @@ class Watcher:
                 hangs[role] = hang
         self._tell_recovered(hangs)
         now = time.monotonic()
-        new = []
+        new: list[tuple[RoleWatch, Hang]] = []
         others_work = any(
             watch.is_working for role, watch in watches.items() if role != "controller"
         )
         for role, hang in culprits(hangs, others_work=others_work).items():
-            if role not in self._named and self._looks_again_s.get(role, 0.0) <= now:
-                new.append(hang)
+            if not self._is_named(watches[role]) and self._looks_again_s.get(role, 0.0) <= now:
+                new.append((watches[role], hang))
         if new:
             with ThreadPoolExecutor(_MOST_LOOKS) as looking:
-                list(looking.map(self._tell_hung, new[:_MOST_LOOKS]))
-        for hang in new[_MOST_LOOKS:]:
-            self._tell_hung(hang, look=False)
+                list(looking.map(self._tell_hung, *zip(*new[:_MOST_LOOKS], strict=True)))
+        for watch, hang in new[_MOST_LOOKS:]:
+            self._tell_hung(watch, hang, look=False)
 
     def _is_stopped(self, role: str) -> bool:
         pid = self._pids.get(role)
@@ -201,9 +213,12 @@ class Watcher:
             seconds = time.monotonic() - named.at_s
             self._named.pop(role, None)
             text = f"{role} goes on, {seconds:.0f} s after it was named"
-            self._news.put(News("recovered", text, role, seconds=round(seconds, 1)))
+            self._news.put((named.watch, News("recovered", text, role, seconds=round(seconds, 1))))
 
-    def _tell_hung(self, hang: Hang, *, look: bool = True) -> None:
+    def _tell_files(self, what: str) -> None:
+        self._news.put((None, News("files", self._files_text(what))))
+
+    def _tell_hung(self, watch: RoleWatch, hang: Hang, *, look: bool = True) -> None:
         role = hang.role
         log = self._run_dir.logs / f"{role}.log"
         record = hang.record
@@ -221,8 +236,8 @@ class Watcher:
             with contextlib.suppress(OSError):
                 file.write_text(found.stack + "\n")
                 news = _with_stack(news, found.stack, file)
-        self._named[role] = _Named(time.monotonic(), news.cause)
-        self._news.put(news)
+        self._named[role] = _Named(watch, time.monotonic(), news.cause)
+        self._news.put((watch, news))
 
     def _only_starts(self, hang: Hang, look: Look | None) -> bool:
         """Whether a silent role may be reading libraries, which keeps its heartbeat from running,

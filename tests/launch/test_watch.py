@@ -476,6 +476,32 @@ def test_a_watcher_that_was_stopped_itself_blames_nobody(config, tmp_path, monke
     assert passed == [2 * watcher.PERIOD_S, 1.0]
 
 
+@pytest.mark.parametrize("is_begun_again", [False, True])
+def test_nothing_is_told_of_a_process_that_ended_while_it_was_looked_at(
+    config, tmp_path, is_begun_again
+):
+    """Neither as hung, nor under the name of the process that was started in its place."""
+    watch, run_dir = watched(config, tmp_path, {"rollout-0": None})
+    Progress(run_dir.role_progress("rollout-0"), "rollout-0").write()
+
+    def ends_meanwhile(record, log, probe):
+        watch.forget("rollout-0")
+        if is_begun_again:
+            watch.begin("rollout-0", None)
+        return Look("")
+
+    watch._look = ends_meanwhile
+    rounds_to_silence = 1 + int(config.watch.silent_s / PERIOD_S)
+    for _ in range(rounds_to_silence):
+        watch.look_once(PERIOD_S)
+    assert watch._named  # the look did take place
+    assert watch.take_news() == []
+    assert watch.overdue() == {} and watch.cause_of("rollout-0") == ""
+    for _ in range(rounds_to_silence):
+        watch.look_once(PERIOD_S)
+    assert watch.take_news() == []  # it does not go on either
+
+
 def test_many_that_hang_at_once_are_all_named(config, tmp_path):
     roles = {f"trainer-{rank}": None for rank in range(20)}
     run_dir = RunDir(tmp_path, "1")
