@@ -12,7 +12,7 @@ from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.model_facts import configuration_of, origin_of
 from grpo_megatron.plan.publishing import PublishPlan, plan_publish
-from grpo_megatron.plan.rank_bytes import static_bytes
+from grpo_megatron.plan.rank_bytes import inference_bytes, static_bytes
 from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
 
@@ -152,6 +152,7 @@ class Workload(TypedDict):
     num_microbatches: int
     replayed: bool  # routes
     on_gpu: bool
+    trains: bool
 
 
 def workload_of(config: RunConfig, s: Sizes) -> Workload:
@@ -166,6 +167,7 @@ def workload_of(config: RunConfig, s: Sizes) -> Workload:
         "num_microbatches": -(-mine // packed),
         "replayed": config.routing.replay != "none",
         "on_gpu": config.placement.gpus_per_node > 0,
+        "trains": config.trains,
     }
 
 
@@ -193,6 +195,11 @@ def samples_of_step(config: RunConfig) -> int:
 def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
     """What the fullest rank of a stage needs. A critic's step, which comes after the policy's and
     has no logits, is never higher than that."""
+    if not config.trains:
+        first_rank = stage * s.trainer.num_ranks // s.trainer.pipeline_parallel_size
+        held = inference_bytes(s, stage)
+        parts = {"weights": held.pop("weights"), "gradients": 0, "optimizer": 0, **held}
+        return RankMemory(stage, first_rank, parts | step_bytes(s, stage, **work))
     static = fullest_static(
         s, stage, frozen_routers=has_frozen_routers(config), on_gpu=work["on_gpu"]
     )
@@ -245,6 +252,8 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     if config.lora is not None:
         with_adapters = weights_of_chunk(replace(whole, lora=config.lora), 0, 0)
         num_adapted = trained = sum(w.numel for w in with_adapters if w.is_trained)
+    if not config.trains:
+        trained = 0
     weights = parameters * s.symbols["element"]
     num_valued = 0
     if config.critic is not None:
@@ -254,7 +263,7 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     objective = config.objective
     has_reference = objective.kl != "none" or objective.preference_weight > 0
     is_base = config.lora is not None and objective.reference_interval == 0
-    keeps_reference = has_reference and not is_base
+    keeps_reference = has_reference and not is_base and config.trains
     tokens = samples_of_step(config) * config.rollout.max_model_len
     expert_id_bytes = 1 + (symbols["experts"] > 256)
     routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes

@@ -26,8 +26,10 @@ def step_bytes(
     num_microbatches: int,
     on_gpu: bool,
     replayed: bool,
+    trains: bool = True,
 ) -> dict[str, int]:
-    """Bytes of a rank at its highest moment, for `tokens` of a full micro-batch.
+    """Bytes of a rank at its highest moment, for `tokens` of a full micro-batch. Where nothing is
+    trained no layer keeps anything, and one that is computed needs no more than in training.
 
     `activations` wait for the backward, `layer`, `logits`, `embedding` and `adam` are what is
     computed in that moment, `routing` and `communication` hold ids and gathered tensors,
@@ -42,7 +44,7 @@ def step_bytes(
         **_step_symbols(s, stage, tokens, on_gpu=on_gpu),
         "replayed": replayed,
     }
-    if t.distributed_optimizer and not on_gpu:
+    if trains and t.distributed_optimizer and not on_gpu:
         symbols["gloo_copy"] = 4 * _largest_buffer(chunks)
     s = replace(s, symbols=symbols)
 
@@ -50,22 +52,31 @@ def step_bytes(
     layers = s.layers_of_stage(stage)
     held = boundary * s.num_chunks
     left_over = 0
-    if t.recompute == "full":
+    computes_whole_layers = t.recompute == "full" or not trains
+    if computes_whole_layers:
         held += boundary * len(layers)
-        left_over = boundary * sum(layers)  # input gradients, which dispatchers of experts keep
+        if trains:
+            left_over = boundary * sum(layers)  # input gradients, which dispatchers of experts keep
     else:
         held += sum(_kept(s, is_moe) for is_moe in layers)
-    waiting = in_flight(s, stage, num_microbatches)
+    waiting = 0.0
+    if trains:
+        waiting = in_flight(s, stage, num_microbatches)
     is_last = stage == t.pipeline_parallel_size - 1
-    working = left_over + max(_working(s, is_moe) for is_moe in set(layers))
-    if t.context_parallel_size > 1:
-        of_attention = max(_working_of_attention(s, is_moe) for is_moe in set(layers))
-        working = max(working, left_over + of_attention)
+    working = 0
+    for is_moe in set(layers):
+        kept = 0
+        if computes_whole_layers:
+            kept = _kept(s, is_moe)
+        working = max(working, kept + _highest(FORMS["working"][_mlp(is_moe)], s))
+        if t.context_parallel_size > 1:
+            working = max(working, kept + _working_of_attention(s, is_moe))
+    working += left_over
     moments = {
         "layer": (waiting, working),
         "logits": (waiting, is_last * _highest(FORMS["logits"], s)),
         "embedding": (waiting - 1, (stage == 0) * _total(FORMS["embedding"], s)),
-        "adam": (0, _adam(s, chunks, on_gpu=on_gpu)),
+        "adam": (0, trains * _adam(s, chunks, on_gpu=on_gpu)),
     }
     parts = dict.fromkeys(("activations", *moments), 0)
     highest = -1
@@ -191,22 +202,11 @@ def kept_bytes(s: Sizes, tokens: int, *, is_moe: bool) -> int:
     return _kept(replace(s, symbols=known), is_moe)
 
 
-def _working(s: Sizes, is_moe: bool) -> int:
-    """Bytes that a layer takes while it is computed or differentiated, beside what waits."""
-    kept = 0
-    if s.trainer.recompute == "full":
-        kept = _kept(s, is_moe)
-    return kept + _highest(FORMS["working"][_mlp(is_moe)], s)
-
-
 def _working_of_attention(s: Sizes, is_moe: bool) -> int:
-    """Bytes that attention takes while it is differentiated, beside what waits: the layer's MLP has
-    been by then."""
+    """Bytes that attention takes while it is differentiated, beside what the layer keeps: its MLP
+    has been by then."""
     found = _total(FORMS["working"]["attention"][s.attention], s)
-    of_mlp = _total(FORMS["kept"][_mlp(is_moe)], s)
-    if s.trainer.recompute == "full":
-        return found + _kept(s, is_moe) - of_mlp
-    return found - of_mlp
+    return found - _total(FORMS["kept"][_mlp(is_moe)], s)
 
 
 def _mlp(is_moe: bool) -> str:

@@ -117,6 +117,7 @@ class TrainerService:
             lora,
             config.seed,
             has_reward_head=config.kind == "reward_model",
+            trains=config.trains,
         )
 
     def execute(self, request: AnyRequest) -> Any:

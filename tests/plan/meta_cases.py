@@ -24,6 +24,7 @@ def real_bytes(
     overlaps: bool = False,
     value_head: bool = False,
     lora: dict[str, Any] | None = None,
+    trains: bool = True,
 ) -> dict[str, Any]:
     """Bytes that `build_policy` allocates on `rank`, and the sizes of its parameters by chunk; with
     `value_head`, of a critic with the policy's layers."""
@@ -34,7 +35,9 @@ def real_bytes(
             hf = {**hf, "tie_word_embeddings": False}
             stack.enter_context(mock.patch.object(policy, "build_models", _critics))
         adapters = LoraConfig(**lora) if lora else None
-        built = policy.build_policy(hf, layout, OptimizerConfig(), router_policy, lora=adapters)
+        built = policy.build_policy(
+            hf, layout, OptimizerConfig(), router_policy, lora=adapters, trains=trains
+        )
         create_adam_state(built.optimizer)
         found = static_bytes_of(built)
         return {**found.parts, "shapes": [list(sizes) for sizes in found.shapes]}

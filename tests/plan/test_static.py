@@ -12,7 +12,7 @@ from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import facts_from_hf
-from grpo_megatron.plan.rank_bytes import static_bytes
+from grpo_megatron.plan.rank_bytes import inference_bytes, static_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 
 SHORT = {
@@ -90,16 +90,16 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
             [weight.numel for weight in weights_of_chunk(sizes, stage, chunk)]
             for chunk in range(sizes.num_chunks)
         ]
-        assert (
-            static_bytes(
-                sizes,
-                stage,
-                local,
-                overlaps=settings.get("overlaps", False),
-                frozen_routers=settings.get("router_policy") == "freeze_weights",
-            )
-            == real
+        planned = static_bytes(
+            sizes,
+            stage,
+            local,
+            overlaps=settings.get("overlaps", False),
+            frozen_routers=settings.get("router_policy") == "freeze_weights",
         )
+        if not settings.get("trains", True):
+            planned = {"gradients": 0, "optimizer": 0, **inference_bytes(sizes, stage)}
+        assert planned == real
 
 
 pytestmark = pytest.mark.engine
@@ -202,3 +202,19 @@ def test_static_bytes_of_every_model_and_layout(world1, name):
 )
 def test_adapters_are_all_that_is_trained(world1, name, layout, lora):
     compare(world1, name, layout, limit=1, lora=lora)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (
+            "tiny-qwen3-moe",
+            {"num_ranks": 4, "pipeline_parallel_size": 2, "expert_parallel_size": 2},
+        ),
+        ("tiny-qwen3-moe", {"num_ranks": 2, "distributed_optimizer": False}),
+        ("qwen2.5-0.5b", {"num_ranks": 2, "precision": "float32"}),  # tied embeddings
+        ("deepseek-v3", {"num_ranks": 256, "pipeline_parallel_size": 16, "last_stage_layers": 1}),
+    ],
+)
+def test_a_policy_that_is_not_trained_has_weights_alone(world1, name, layout):
+    compare(world1, name, layout, limit=2, trains=False)

@@ -85,9 +85,13 @@ class Policy:
             for adapters in models:
                 adapters.enabled = True
 
-    def optimizer_class(self) -> type:
-        """Return the class that holds the moments: Transformer Engine's, Apex' or torch's."""
-        kind: type = type(self._optimizer_parts()[0].optimizer)
+    def optimizer_class(self) -> type | None:
+        """Return the class that holds the moments: Transformer Engine's, Apex' or torch's; None
+        where nothing is trained on this rank."""
+        parts = self._optimizer_parts()
+        if not parts:
+            return None
+        kind: type = type(parts[0].optimizer)
         return kind
 
     # --- weights that the next forward gathers (`TrainerConfig.overlap_communication`)
@@ -133,10 +137,13 @@ class Policy:
 
 
 def describe_kernels(policy: Policy, layout: TrainerConfig) -> list[Kernel]:
-    """Say which kernels compute the policy, and which optimizer it has."""
+    """Say which kernels compute the policy, and which optimizer it has, if it is trained."""
+    kernels = kernels_of(policy.hf, layout)
     kind = policy.optimizer_class()
-    optimizer = Kernel("optimizer", f"{kind.__module__}.{kind.__qualname__}", "of those installed")
-    return [*kernels_of(policy.hf, layout), optimizer]
+    if kind is not None:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        kernels.append(Kernel("optimizer", name, "of those installed"))
+    return kernels
 
 
 def base_tensors(policy: Policy) -> list[torch.Tensor]:
@@ -191,12 +198,14 @@ def build_policy(
     seed: int = 0,
     *,
     has_reward_head: bool = False,
+    trains: bool = True,
 ) -> Policy:
     """Make a model with random weights, wrapped for data parallelism, and its optimizer.
 
     router_policy, temperature: of `RoutingConfig` and `RolloutConfig`; lora: train adapters, which
-    begin as `seed` says, and nothing else; has_reward_head: answer with scalars. Raises
-    ConfigError for a family, a field or a value that is not supported."""
+    begin as `seed` says, and nothing else; has_reward_head: answer with scalars; trains: False
+    freezes all weights, which then have neither gradients nor optimizer state. Raises ConfigError
+    for a family, a field or a value that is not supported."""
     config = transformer_config(hf, layout)
     if router_policy != "none" or lora is not None:
         config.moe_router_bias_update_rate = 0.0
@@ -221,6 +230,8 @@ def build_policy(
             add_reward_head(model, seed)
         if lora is not None:
             add_adapters(model, hf, config, lora, seed)
+        if not trains:
+            model.requires_grad_(False)
         module: torch.nn.Module = model
         if config.bf16:
             module = Float16Module(config, model)
