@@ -10,7 +10,9 @@ from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.memory import plan_of
 from grpo_megatron.plan.rank_bytes import static_bytes
+from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 from tests.trainer import worker_group
@@ -112,6 +114,19 @@ def test_kept_logits_are_those_of_the_last_stage():
             found[keep_logits, stage] = moving["logits"]
     assert found[True, 0] == found[False, 0] == 0
     assert found[True, 1] - found[False, 1] == 4 * tokens * VOCAB
+
+
+@pytest.mark.parametrize("kind", ["eval", "rejection_sample"])
+def test_a_run_that_trains_nothing_is_planned_with_its_weights(kind):
+    flags = [f"kind={kind}", "num_steps=0"]
+    trained = plan_of(resolve("moe/deepseek-v3").config).worst
+    without = plan_of(resolve("moe/deepseek-v3", [*flags, "cold_start=null"]).config)
+    worst = without.worst
+    assert worst.parts["gradients"] == worst.parts["optimizer"] == worst.parts["adam"] == 0
+    assert worst.parts["activations"] == 0
+    assert worst.parts["weights"] == pytest.approx(trained.parts["weights"], rel=0.01)
+    assert worst.total < trained.total / 3
+    assert without.numbers["trained_parameters"] == 0
 
 
 @pytest.mark.engine
