@@ -87,8 +87,10 @@ def test_what_is_merely_slow_is_never_named(asked):
         longest[phase] = max(longest.get(phase, 0.0), seconds)
 
 
-@given(st.floats(0.1, 100), st.floats(5.5, 20))
-def test_a_phase_beyond_its_limit_is_named(usual, factor):
+@given(usual_ms=st.integers(100, 100_000))
+def test_a_phase_beyond_its_limit_is_named(usual_ms):
+    """In milliseconds, to which a record rounds."""
+    usual = usual_ms / 1000
     simulated = Simulated()
     simulated.role.enter("Train")
     simulated.pass_time(usual)
@@ -96,7 +98,7 @@ def test_a_phase_beyond_its_limit_is_named(usual, factor):
     limit = max(SHORTEST_LIMIT_S, 5 * usual)
     hangs = simulated.pass_time(limit + 2 * PERIOD_S)
     assert hangs and hangs[0].cause == "stuck" and hangs[0].record.detail == "step_000002"
-    assert limit <= hangs[0].seconds <= limit + 2 * PERIOD_S
+    assert limit - 0.002 <= hangs[0].seconds <= limit + 2 * PERIOD_S
     simulated.role.advance()
     assert simulated.pass_time(PERIOD_S) == []  # it goes on
 
