@@ -89,7 +89,7 @@ def assert_same(found: Path | str, expected: dict[str, torch.Tensor]) -> None:
     ("layout", "model", "probe"),
     [
         ("tp2_pp2_ep2", "moe", True),
-        ("tp2", "tied", True),
+        pytest.param("tp2", "tied", True, marks=pytest.mark.matrix),
         pytest.param("w1", "moe", True, marks=pytest.mark.matrix),
         pytest.param("cp2", "moe", True, marks=pytest.mark.matrix),
         pytest.param("pp2_vpp2", "dense", True, marks=pytest.mark.matrix),

@@ -22,6 +22,7 @@ SMALL = (
     "data.num_heldout=16",
     "cold_start.target_accuracy=0.02",
     "cold_start.batch_size=32",
+    "cold_start.steps_per_evaluation=22",
     "batch.num_prompts=8",
     "batch.num_samples_per_prompt=4",
     "checkpoint.interval=1",

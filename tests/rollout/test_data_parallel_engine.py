@@ -28,7 +28,7 @@ from tests.rollout.engines import (
     weights_of,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.families]
 
 PROMPTS = [[(7 * i + first) % 200 + 3 for i in range(20 + first)] for first in range(8)]
 TWO_ENGINES = {
@@ -83,14 +83,7 @@ async def sample(client) -> list:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "experts_shared",
-        pytest.param("columns_shared", marks=pytest.mark.families),
-        pytest.param("tensor_parallel_too", marks=pytest.mark.families),
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_worker_gets_what_it_keeps_and_proves_it(checkpoint, tmp_path, layout):
     server = Server.start("two", checkpoint, tmp_path, **TWO_ENGINES, **LAYOUTS[layout])
     weights = weights_of(checkpoint)
@@ -119,7 +112,6 @@ def test_every_worker_gets_what_it_keeps_and_proves_it(checkpoint, tmp_path, lay
     assert_computes(checkpoint, samples)
 
 
-@pytest.mark.families
 def test_engines_of_a_server_on_two_nodes(checkpoint, tmp_path):
     """As Slurm starts them: a part on each node, here both on this machine."""
     config = make_config(**TWO_ENGINES, expert_parallel=True)

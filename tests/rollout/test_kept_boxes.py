@@ -21,7 +21,7 @@ WORKERS = {  # size of the tensor-parallel group, rank in it, whether experts ar
     "ep2_rank0": (2, 0, True),
     "tp4_rank2": (4, 2, False),
 }
-GATE = [("qwen3_moe_all_sparse", "ep2_rank0"), ("deepseek_v3_kernel", "tp2_rank1")]
+GATE = [("deepseek_v3_kernel", "ep2_rank0")]
 SPARSE = [
     "mixtral",
     "qwen3_moe_all_sparse",

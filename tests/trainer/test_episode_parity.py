@@ -168,7 +168,16 @@ def objectives_apart(world1, moe_model, with_states):
     )
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2_sp", "pp2", "ep2", "cp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ep2",  # with two data-parallel ranks
+        "cp2",
+        pytest.param("dp2", marks=pytest.mark.matrix),
+        pytest.param("tp2_sp", marks=pytest.mark.matrix),
+        pytest.param("pp2", marks=pytest.mark.matrix),
+    ],
+)
 def test_objectives_of_turns_at_every_layout(
     world2, moe_model, with_states, objectives_apart, layout
 ):
@@ -286,7 +295,7 @@ def test_decisions_and_drift_are_of_policy_tokens(world1, world2, moe_model, lay
     assert [len(one.before) for one in drift.values()] == table.policy_lengths.tolist()
 
 
-@pytest.mark.parametrize("mode", ["sampled", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("sampled", marks=pytest.mark.matrix), "full"])
 def test_teachers_teach_policy_tokens(world1, world2, moe_model, forked, tmp_path, mode):
     """One for each domain; apart on one rank, shared at other layouts."""
     teachers = []

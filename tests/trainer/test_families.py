@@ -156,7 +156,13 @@ def test_all_layouts(request, family_model, samples, name, layout):
     _assert_gradients(request, family_model(name), samples, layout)
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp2", "pp2_uneven"), ("pp2_uneven", "ep2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("tp2", "pp2_uneven", marks=pytest.mark.families),
+        ("pp2_uneven", "ep2"),
+    ],
+)
 def test_checkpoints_with_a_stage_without_experts(
     world2, family_model, samples, tmp_path, before, after
 ):

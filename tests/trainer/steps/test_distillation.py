@@ -295,7 +295,7 @@ def test_sampled_mode_has_the_gradient_of_reverse_kl_on_average():
     np.testing.assert_allclose(logits.grad, golden["grad_student_logits"], atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["full", "topk_tail"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.matrix), "topk_tail"])
 def test_a_student_approaches_its_teacher(world1, moe_model, teachers, samples, mode):
     """On samples that are not its own."""
 
