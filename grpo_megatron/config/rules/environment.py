@@ -138,7 +138,7 @@ def steps_fit_into_episodes(run: RunConfig, domain: DomainConfig, index: int) ->
 def cold_starts_need_a_demonstration(
     run: RunConfig, domain: DomainConfig, index: int
 ) -> Violation | None:
-    """Refuse a cold start without turns to train, and turns that nobody trains."""
+    """Refuse a cold start without turns to train, and turns that a training run never trains."""
     environment = domain.environment
     if environment is None:
         return None
@@ -150,7 +150,7 @@ def cold_starts_need_a_demonstration(
             remedy="give the texts of the turns, or remove [cold_start]",
             related=("cold_start",),
         )
-    if run.cold_start is None and environment.demonstration:
+    if run.trains and run.cold_start is None and environment.demonstration:
         return Violation(
             key,
             "only a cold start trains demonstrated turns, and there is none",
