@@ -172,14 +172,15 @@ def test_a_step_says_seen_and_predicted_staleness(tmp_path, ahead):
 
 
 def test_an_adapted_bound_is_recorded_and_goes_on(tmp_path):
-    """Training takes much longer than sampling, so that one step ahead suffices."""
+    """Training takes much longer than sampling, so that one step ahead suffices. A machine that
+    stalls in one step raises the bound again; test_staleness_watch has its values by durations."""
     tables = {"alarms": {"window": 2}, "batch": {"adapt_staleness": True}}
     loop = make(tmp_path, ahead=4, **tables)
     loop.train_s = lambda step: 0.06
     state = loop.run()
     bounds = [record["staleness/bound"] for record in loop.metrics()]
-    assert bounds[0] == 4 and bounds == sorted(bounds, reverse=True)
-    assert 1 <= state.bound < 4
+    assert bounds[0] == 4 and 1 <= min(bounds) < 4 and max(bounds) <= 4
+    assert 1 <= state.bound <= 4
     assert loop.states[max(loop.states)].bound == state.bound
     assert max(oldest_by_step(loop).values()) <= 4
 
