@@ -94,7 +94,9 @@ def test_every_policy_token_of_whole_conversations(agent_run, models):
 def test_the_trainer_computes_what_the_engine_did(tmp_path):
     """On policy, with the experts of every turn and of what came between them; episodes are played
     on servers of the run."""
-    settings = (*SMALL, *REPLAYED, "num_steps=2", "domains.0.environment.servers=2")
+    one_rank = ("trainer.num_ranks=1", "trainer.expert_parallel_size=1")
+    servers = ("domains.0.environment.servers=2",)
+    settings = (*SMALL, *REPLAYED, *one_rank, *servers, "num_steps=2")
     done = runs.command("train", DEMO, f"runs_dir={tmp_path}", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "agent-calculator"
