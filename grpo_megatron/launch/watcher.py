@@ -196,9 +196,12 @@ class Watcher:
         for role, hang in culprits(hangs, others_work=others_work).items():
             if not self._is_named(watches[role]) and self._looks_again_s.get(role, 0.0) <= now:
                 new.append((watches[role], hang))
-        if new:
-            with ThreadPoolExecutor(_MOST_LOOKS) as looking:
-                list(looking.map(self._tell_hung, *zip(*new[:_MOST_LOOKS], strict=True)))
+        looks = []
+        with ThreadPoolExecutor(_MOST_LOOKS) as looking:  # which starts threads for looks alone
+            for watch, hang in new[:_MOST_LOOKS]:
+                looks.append(looking.submit(self._tell_hung, watch, hang))
+        for look in looks:
+            look.result()  # which raises what a look did
         for watch, hang in new[_MOST_LOOKS:]:
             self._tell_hung(watch, hang, look=False)
 

@@ -198,7 +198,12 @@ def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMem
     if not config.trains:
         first_rank = stage * s.trainer.num_ranks // s.trainer.pipeline_parallel_size
         held = inference_bytes(s, stage)
-        parts = {"weights": held.pop("weights"), "gradients": 0, "optimizer": 0, **held}
+        parts = {
+            "weights": held["weights"],
+            "gradients": 0,
+            "optimizer": 0,
+            "buffers": held["buffers"],
+        }
         return RankMemory(stage, first_rank, parts | step_bytes(s, stage, **work))
     static = fullest_static(
         s, stage, frozen_routers=has_frozen_routers(config), on_gpu=work["on_gpu"]

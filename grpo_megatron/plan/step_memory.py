@@ -63,15 +63,9 @@ def step_bytes(
     if trains:
         waiting = in_flight(s, stage, num_microbatches)
     is_last = stage == t.pipeline_parallel_size - 1
-    working = 0
-    for is_moe in set(layers):
-        kept = 0
-        if computes_whole_layers:
-            kept = _kept(s, is_moe)
-        working = max(working, kept + _highest(FORMS["working"][_mlp(is_moe)], s))
-        if t.context_parallel_size > 1:
-            working = max(working, kept + _working_of_attention(s, is_moe))
-    working += left_over
+    working = left_over + max(
+        _working(s, is_moe, with_kept=computes_whole_layers) for is_moe in set(layers)
+    )
     moments = {
         "layer": (waiting, working),
         "logits": (waiting, is_last * _highest(FORMS["logits"], s)),
@@ -200,6 +194,18 @@ def kept_bytes(s: Sizes, tokens: int, *, is_moe: bool) -> int:
     """Bytes that a layer on a GPU keeps of a micro-batch between forward and backward."""
     known = {**s.symbols, **_step_symbols(s, 0, tokens, on_gpu=True)}
     return _kept(replace(s, symbols=known), is_moe)
+
+
+def _working(s: Sizes, is_moe: bool, *, with_kept: bool) -> int:
+    """Bytes that a layer takes while it is computed or differentiated, beside what waits.
+
+    with_kept: what it keeps for its own backward is not among that."""
+    highest = _highest(FORMS["working"][_mlp(is_moe)], s)
+    if s.trainer.context_parallel_size > 1:
+        highest = max(highest, _working_of_attention(s, is_moe))
+    if with_kept:
+        highest += _kept(s, is_moe)
+    return highest
 
 
 def _working_of_attention(s: Sizes, is_moe: bool) -> int:

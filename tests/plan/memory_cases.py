@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from grpo_megatron.batching.store import SampleTable
@@ -24,6 +25,7 @@ from grpo_megatron.trainer.megatron.process_groups import (
     shutdown,
 )
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from tests.trainer.worker_group import fresh_store
@@ -58,19 +60,25 @@ def _watched(found: list[int]) -> Iterator[None]:
     found.append(highest - before)
 
 
-def peak_bytes(hf: dict[str, Any], recipe: dict[str, Any], samples: str) -> list[int]:
-    """Highest anonymous memory of every rank above that after imports, with
-    Adam's moments there from the start."""
+def peak_bytes(
+    hf: dict[str, Any], recipe: dict[str, Any], samples: str, *, trains: bool = True
+) -> list[int]:
+    """Highest anonymous memory of every rank above that after imports, with Adam's moments there
+    from the start; where it does not train, of a pass for log-probs."""
     config, found = RunConfig.model_validate(recipe), []
     if dist.is_initialized():
         shutdown()
     info = RankInfo.from_environment()
     initialize(config.trainer, info, fresh_store())
     seed_everything(0)
+    table = SampleTable(Path(samples))
     with _watched(found):
-        policy = build_policy(hf, config.trainer, config.optimizer)
-        create_adam_state(policy.optimizer)
-        Training(config, policy, References(config), SampleTable(Path(samples)), {}).run(0, 1)
+        policy = build_policy(hf, config.trainer, config.optimizer, trains=trains)
+        if trains:
+            create_adam_state(policy.optimizer)
+            Training(config, policy, References(config), table, {}).run(0, 1)
+        else:
+            logprob_pass(policy, prepare(config.trainer, table, np.arange(len(table))))
     everywhere: list = [None] * info.world_size
     dist.all_gather_object(everywhere, found[0])
     return everywhere

@@ -11,7 +11,7 @@ from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import plan_of
-from grpo_megatron.plan.rank_bytes import static_bytes
+from grpo_megatron.plan.rank_bytes import inference_bytes, static_bytes
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
@@ -64,7 +64,7 @@ def recipe(trainer: dict) -> dict:
     }
 
 
-def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
+def predicted(hf: dict, trainer: TrainerConfig, samples: str, *, trains: bool = True) -> list[int]:
     """Peak of each rank, for the fullest micro-batch that it really has."""
     sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(Path(samples))
     lengths = table.prompt_lengths + table.completion_lengths
@@ -77,7 +77,9 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
     for rank in range(trainer.num_ranks):
         stage, mine = rank // per_stage, packing[rank % per_stage // trainer.tensor_parallel_size]
         tokens = max(int(lengths[rows].sum()) for rows in mine)
-        static = static_bytes(sizes, stage, 0)
+        static = inference_bytes(sizes, stage)
+        if trains:
+            static = static_bytes(sizes, stage, 0)
         moving = step_bytes(
             sizes,
             stage,
@@ -85,6 +87,7 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
             on_gpu=False,
             replayed=False,
             num_microbatches=len(packing[0]),
+            trains=trains,
         )
         found.append(sum(static.values()) + sum(moving.values()))
     return found
@@ -143,6 +146,30 @@ def test_a_run_that_trains_nothing_is_planned_with_its_weights(kind):
     ],
 )
 def test_predicted_peak(tmp_path, hf, layout, max_tokens):
+    ratios = ratios_to_measured(tmp_path, hf, layout, max_tokens, trains=True)
+    assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
+
+
+@pytest.mark.engine
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("hf", "layout", "max_tokens"),
+    [
+        pytest.param(MOE, EP2, 150, id="experts"),
+        pytest.param(DENSE, TP2, 300, id="tensor"),
+        pytest.param(DENSE, PP2, 300, id="pipeline"),
+        pytest.param(DENSE, ALONE, 300, id="recomputed"),
+        pytest.param(DENSE, BF16, 40, id="bfloat16"),
+    ],
+)
+def test_predicted_peak_of_a_policy_that_is_not_trained(tmp_path, hf, layout, max_tokens):
+    """In a pass for log-probs. Its layers are planned as if they were trained."""
+    ratios = ratios_to_measured(tmp_path, hf, layout, max_tokens, trains=False)
+    assert all(0.9 < ratio < 1.25 for ratio in ratios), ratios
+
+
+def ratios_to_measured(tmp_path, hf, layout, max_tokens, *, trains: bool) -> list[float]:
+    """The predicted peak of every rank as a share of what was measured."""
     layout = {**layout, "max_tokens_per_microbatch": 1024, "share_prefixes": False}
     samples = write_samples(
         tmp_path / "step_000001",
@@ -157,11 +184,15 @@ def test_predicted_peak(tmp_path, hf, layout, max_tokens):
     )  # nobody's memory but these imports
     try:
         measured = group.run(
-            "tests.plan.memory_cases:peak_bytes", hf=hf, recipe=recipe(layout), samples=samples
+            "tests.plan.memory_cases:peak_bytes",
+            hf=hf,
+            recipe=recipe(layout),
+            samples=samples,
+            trains=trains,
         )
     finally:
         group.close()
-    peaks = predicted(hf, trainer, samples)
+    peaks = predicted(hf, trainer, samples, trains=trains)
     ratios = [peak / real for peak, real in zip(peaks, measured, strict=True)]
     print({"predicted": [p >> 20 for p in peaks], "measured": [m >> 20 for m in measured]})
-    assert all(0.9 < ratio < 1.1 for ratio in ratios), (ratios, peaks, measured)
+    return ratios

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.tiers import rest_in_matrix
+
 TOLERANCE = 1e-5
 LOSS_NOISE = 5e-7
 """Half of the last digit of log-probs beyond -8 (9.5e-7). Losses are sums of terms of about 1 that
@@ -143,15 +145,7 @@ OVER_THREE_UPDATES = ("pp2_ep2", "etp2_ep2", "ep2_overlap", "cp2_pp2_vpp2_ep2_re
 """Of four ranks, in the gate; of the others it has the gradients alone."""
 
 
-def layouts_of_three_updates() -> list:
-    found = []
-    for name in LAYOUTS_4:
-        marks = () if name in OVER_THREE_UPDATES else (pytest.mark.matrix,)
-        found.append(pytest.param(name, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize("layout", layouts_of_three_updates())
+@pytest.mark.parametrize("layout", rest_in_matrix(LAYOUTS_4, OVER_THREE_UPDATES))
 def test_four_ranks_equal_one(world4, reference, moe_model, three_updates, layout):
     found = world4.run(TRAIN, model=moe_model, samples=three_updates, layout=LAYOUTS_4[layout])
     np.testing.assert_allclose(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config.objective import OF_TURNS, PRESETS, ObjectiveConfig
+from tests.tiers import rest_in_matrix
 from tests.trainer.models import MOE, write_model, write_samples
 from tests.trainer.test_layout_parity import APART, OF_PACKING, TOLERANCE
 
@@ -79,7 +80,8 @@ OBJECTIVES = {name: objective(name) for name in NAMES}
 
 
 def first_with_each_choice() -> list[str]:
-    """Names that together have every setting and every value of one that any name has."""
+    """Names that together have every choice of every setting that any name has, and every number
+    that any of them sets: the others only combine these."""
     chosen = []
     covered: set[tuple[str, str]] = set()
     for name in [*SENSITIVE, *EXTRA, *NAMES]:
@@ -159,16 +161,7 @@ def found(request, world1, world2, train):
     return train(world2 if layout else world1, {**BIG, **layout} if layout else {})
 
 
-def names_of_the_gate() -> list:
-    """All names; those that only combine what others have are of the matrix."""
-    found = []
-    for name in NAMES:
-        marks = () if name in GATE else (pytest.mark.matrix,)
-        found.append(pytest.param(name, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize("name", names_of_the_gate())
+@pytest.mark.parametrize("name", rest_in_matrix(NAMES, GATE))
 def test_layouts_agree(reference, found, name):
     expected, got = reference[name], found[name]
     assert len(expected["losses"]) == 2 and min(expected["grad_norms"]) > 0

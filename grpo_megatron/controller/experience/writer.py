@@ -90,8 +90,10 @@ class LessonWriter:
                 where="experience",
                 remedy="is its server up, and are problems and answers shorter than its context?",
             )
-        if len(teaching) <= 1:
-            return [operation for operations in teaching for operation in operations]
+        if not teaching:
+            return []
+        if len(teaching) == 1:
+            return teaching[0]
         [merged] = await self._operations([self._merge_text(teaching, library)])
         return merged
 
