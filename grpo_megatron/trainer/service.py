@@ -362,8 +362,11 @@ class TrainerService:
             self.references.begin_with_base()
         elif reference:
             self.references.load(policy, directory, reference)
-        create_adam_state(policy.optimizer)  # to load into
-        distributed.load_checkpoint(directory, policy.chunks, policy.optimizer)
+        if self.config.trains:
+            create_adam_state(policy.optimizer)  # to load into
+            distributed.load_checkpoint(directory, policy.chunks, policy.optimizer)
+        else:  # a run that trained, and now evaluates or samples
+            distributed.load_model(directory / distributed.WEIGHTS, policy.chunks)
         if self.critic is not None:
             self._load_critic(self.critic, directory, state, is_there=has_critic)
         is_known = reference_is_base or reference
