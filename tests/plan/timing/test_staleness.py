@@ -103,6 +103,14 @@ def test_a_long_answer_keeps_its_slot():
     assert found.mean == pytest.approx((20 + 15 * 4) / (40 + 15 * 4))
 
 
+def test_a_long_answer_that_is_old_outweighs_a_short_one():
+    """By tokens, not by samples: the first of two answers is a version old, the second is not."""
+    seconds = replace(SECONDS, reward_s=0.0, record_s=0.0, train_s=2.0, after_s=0.0)
+    found = forecast(flow(1, slots=1, answers=(2.0, 1.0)), seconds)
+    assert found.mean == pytest.approx(2 / 3)
+    assert found.sample_mean == pytest.approx(1 / 2)
+
+
 durations = st.floats(0, 20)
 
 
@@ -126,7 +134,10 @@ def test_bounds_hold_however_long_things_take(ahead, waits, slots, answers, toke
     shape = flow(ahead, waits=waits, slots=slots, answers=tuple(map(float, answers)))
     seconds = FlowSeconds(token_s=token_s, **others)
     found = forecast(shape, seconds, num_steps=16)
-    assert 0 <= found.mean <= found.sample_mean + 1e-9 <= found.max + 2e-9
+    assert 0 <= found.mean <= found.max + 1e-9
+    assert 0 <= found.sample_mean <= found.max + 1e-9
+    if len(set(answers)) == 1:  # else a long answer that is old may outweigh short ones
+        assert found.mean <= found.sample_mean + 1e-9
     assert found.max <= ahead
     assert found.too_old_fraction == 0
     assert 0 <= found.trainer_idle <= 1 and 0 <= found.engine_idle <= 1
