@@ -4,6 +4,7 @@ checkout (also an editable install) has them beside the package."""
 
 import glob
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ FOLDERS = ("models", "recipes", "slurm")
 _PACKAGE = Path(__file__).resolve().parent
 
 
+@cache
 def root() -> Path:
     """The directory that holds `models/`, `recipes/` and `slurm/`."""
     for candidate in (_PACKAGE / "_assets", _PACKAGE.parent):

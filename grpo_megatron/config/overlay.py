@@ -56,12 +56,16 @@ class ConfigOverlay:
 
     def place(self, path: KeyPath, value: Any, origin_of: Callable[[KeyPath], Origin]) -> Any:
         """Record the origins of `value`, forget those of what it replaces, return a copy."""
-        for known in list(self.origins):
-            if known[: len(path)] == path:
-                del self.origins[known]
+        if path in self.origins:  # where a node has none, nothing below it has
+            self._forget(path)
         for node, _ in nodes(value, path):
             self.origins[node] = origin_of(node)
         return copy.deepcopy(value)
+
+    def _forget(self, path: KeyPath) -> None:
+        for known in list(self.origins):
+            if known[: len(path)] == path:
+                del self.origins[known]
 
     def origin(self, path: KeyPath) -> Origin:
         """Who set the value at `path`, or the nearest table around it."""

