@@ -17,6 +17,8 @@ from tests.trainer import families
 
 _SIZES = {"vocab_size": 96, "hidden_size": 96, "intermediate_size": 96}
 _EXPERT_SIZES = {"moe_intermediate_size": 32}
+# half of it, for each of two tensor-parallel workers, still fills blocks of the CPU's kernels
+_OWN_SIZES = {"qwen3_moe_all_sparse": {"hidden_size": 128}}
 _ORIGINAL_POSITIONS = 64  # by YaRN's factor of 4: max_position_embeddings
 # What the shapes of `families` do not have.
 _MORE = {
@@ -40,7 +42,7 @@ _MORE = {
 
 def settings_of(name: str) -> dict:
     """config.json of a name in `tests.trainer.families.MODELS` or `_MORE`, with our sizes."""
-    hf = (families.MODELS | _MORE)[name] | _SIZES
+    hf = (families.MODELS | _MORE)[name] | _SIZES | _OWN_SIZES.get(name, {})
     if "moe_intermediate_size" in hf:
         hf |= _EXPERT_SIZES
     if "head_dim" in hf:
