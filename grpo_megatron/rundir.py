@@ -98,7 +98,7 @@ class RunDir:
                 f"run {self.root.name!r} exists",
                 where=str(self.root),
                 remedy=f"continue it with `grpo-megatron resume {self.root}`, choose "
-                "another name=…, or replace it: train --overwrite",
+                "another name=…, or replace it: --overwrite",
             )
         if not self.root.is_dir():
             return

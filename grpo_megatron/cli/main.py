@@ -12,6 +12,7 @@ from grpo_megatron.cli import (
     convert_commands,
     data_commands,
     engines_commands,
+    eval_command,
     inspect_commands,
     play_command,
     prove_command,
@@ -45,6 +46,7 @@ for _command in (
     run_commands.report,
 ):
     app.command()(_command)
+app.command("eval")(eval_command.evaluate)
 app.add_typer(inspect_commands.config_app, name="config")
 app.add_typer(convert_commands.app, name="convert")
 app.add_typer(data_commands.app, name="data")

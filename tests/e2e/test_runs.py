@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -118,6 +119,21 @@ def test_transformers_loads_the_export(whole):
     assert any(not torch.equal(before[name], after[name]) for name in before)
     logits = model(torch.tensor([tokenizer.encode("1 + 2 =")])).logits
     assert bool(torch.isfinite(logits).all())
+
+
+@pytest.mark.matrix
+def test_what_a_run_has_exported_is_evaluated(whole):
+    """The accuracy is the one that the run itself measured last; a second one needs a word."""
+    arguments = ("eval", runs.RECIPE, str(whole), f"runs_dir={whole.parent}")
+    done = runs.command(*arguments, "evaluation.num_samples=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads((whole.parent / "eval-whole/result.json").read_text())["eval"]
+    by_the_run = json.loads((whole / "result.json").read_text())["eval"]
+    assert measured["all"]["accuracy"] == by_the_run["all"]["accuracy"]
+    assert re.search(r"^all .*accuracy \d\.\d{3} .*pass@2 \d\.\d{3}", done.stdout, re.M)
+    assert runs.no_survivors(whole.parent / "eval-whole")
+    again = runs.command(*arguments)
+    assert again.returncode == 2 and "replace it: --overwrite" in again.stderr
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it(whole):

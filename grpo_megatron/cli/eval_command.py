@@ -1,0 +1,139 @@
+"""`eval`: what a checkpoint, or a run, reaches on the domains of a recipe."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from grpo_megatron.cli.run_commands import InJob, Overrides, Recipe, flag, runs_beside
+from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.rundir import RunDir
+
+_OF_TRAINING = (
+    "cold_start",
+    "distillation",
+    "correction",
+    "allocation",
+    "seeding",
+    "critic",
+    "lora",
+)
+"""Tables that only say how a recipe trains."""
+_WITHOUT_ANSWERS = ("preferences", "reward_model")
+"""Kinds whose domains have no rewards, by which an evaluation scores answers."""
+
+EvaluatedModel = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Hugging Face checkpoint, or a run directory: what that run exported.",
+    ),
+]
+
+
+def evaluate(
+    recipe: Recipe,
+    model: EvaluatedModel,
+    overrides: Overrides = None,
+    overwrite: Annotated[
+        bool, flag("overwrite", "Delete the evaluation of this name and start anew.")
+    ] = False,
+    in_job: InJob = False,
+) -> None:
+    """Measure held-out accuracy of a checkpoint on a recipe's domains; trains nothing."""
+    checkpoint = exported(model)
+    flags = evaluation_settings(recipe, checkpoint) + (overrides or [])
+    from grpo_megatron.launch import local
+    from grpo_megatron.plan.resolve import resolve
+
+    resolved = resolve(recipe, flags)
+    code = local.train(resolved, overwrite=overwrite, in_job=in_job)
+    result = RunDir(resolved.run_path).result
+    if code == 0:
+        typer.echo("\n".join(table(json.loads(result.read_text())["eval"])))
+        typer.echo(f"all figures: {result}")
+    raise typer.Exit(code)
+
+
+def exported(model: Path) -> Path:
+    """The checkpoint that `model` is, or that the run there has exported.
+
+    Raises ConfigError, with what there is instead, where it is neither."""
+    run = RunDir(model)
+    is_run = run.config.is_file() and run.logs.is_dir()
+    if is_run and (run.export / "config.json").is_file():
+        return run.export
+    if is_run:
+        raise ConfigError(
+            f"{model} has exported no checkpoint yet",
+            where=str(run.export.absolute()),
+            remedy=f"let the run end, or write one: grpo-megatron convert to-hf {model} --to "
+            "FOLDER, and evaluate that",
+        )
+    if (model / "complete.json").is_file():
+        raise ConfigError(
+            f"{model} is a checkpoint of Megatron, which engines do not read",
+            where=str(model.absolute()),
+            remedy=f"write it for them: grpo-megatron convert to-hf {model} --to FOLDER",
+        )
+    if (model / "config.json").is_file():
+        return model
+    raise ConfigError(
+        f"{model} is neither a Hugging Face checkpoint nor a run: it has no config.json",
+        where=str(model.absolute()),
+        remedy="runs here: " + (", ".join(runs_beside(model)[:5]) or "none"),
+    )
+
+
+def evaluation_settings(recipe: str, checkpoint: Path) -> list[str]:
+    """What makes of a recipe an evaluation of `checkpoint`.
+
+    Raises ConfigError for a recipe that has no rewards to score answers by."""
+    kind = "rl"
+    for file in read_recipe_chain(find_recipe(recipe)):  # base first
+        kind = file.values.get("kind", kind)
+    if kind in _WITHOUT_ANSWERS:
+        raise ConfigError(
+            f"a recipe of kind {kind} has no rewards by which answers could be scored",
+            where=recipe,
+            remedy="evaluate with a recipe whose domains have rewards, for example that of the "
+            "RL stage that follows",
+        )
+    of_what = checkpoint.absolute()
+    if of_what.name == "export":
+        of_what = of_what.parent
+    return [
+        f"name=eval-{of_what.name}",
+        "kind=eval",
+        "num_steps=0",
+        "model.preset=null",
+        f"model.path={checkpoint}",
+        *(f"{table}=null" for table in _OF_TRAINING),
+    ]
+
+
+def table(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A line for each domain: greedy accuracy with its 95 % interval; and, where answers were
+    sampled, pass@n and majority@n of the largest n."""
+    lines = []
+    width = max(len(domain) for domain in results)
+    for domain, values in results.items():
+        line = f"{domain:<{width}}  {values['prompts']:>6.0f} prompts"
+        if "accuracy" in values:
+            line += f"  accuracy {values['accuracy']:.3f}"
+        if "accuracy_low" in values:
+            line += f" ({values['accuracy_low']:.3f} to {values['accuracy_high']:.3f})"
+        sizes = [
+            int(name.removeprefix("pass_at_"))
+            for name in values
+            if name.removeprefix("pass_at_").isdigit()
+        ]
+        if sizes:
+            most = max(sizes)
+            line += f"  pass@{most} {values[f'pass_at_{most}']:.3f}"
+            line += f"  majority@{most} {values[f'majority_at_{most}']:.3f}"
+        lines.append(line)
+    return lines
