@@ -9,11 +9,14 @@ from typing import Any
 
 import msgspec
 
-from grpo_megatron.config.suggest import nearest
+from grpo_megatron import assets
+from grpo_megatron.config.suggest import did_you_mean, nearest
 from grpo_megatron.config.toml_file import read_toml
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.errors import ConfigError, raised_as
 
 _FOLDER = Path(__file__).with_name("families")
+DERIVED = ("num_key_value_heads", "head_dim", "moe_layers", "shared_expert_intermediate_size")
+"""Fields that every model has, beside those of its config.json (`plan.hf_config.derived`)."""
 
 
 class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +65,13 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     architecture: str = ""  # vLLM's name of it
     lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it
 
+    def field_behind(self, setting: str) -> str | None:
+        """The field of config.json that a setting of `[megatron]` reads; None for a constant."""
+        value = self.megatron[setting]
+        if not isinstance(value, str) or "$" not in value:
+            return None
+        return value.partition("$")[2]
+
 
 def family_names() -> list[str]:
     """Names of all families."""
@@ -79,7 +89,16 @@ def family_of(model_type: str | None) -> Family:
             where="config.json",
             remedy=f"known families: {', '.join(near)}",
         )
-    family = msgspec.convert({"name": model_type, **tables_of(model_type)}, Family)
+    file = assets.display(_FOLDER / f"{model_type}.toml")
+    with raised_as(
+        ConfigError,
+        "not the tables of a model family",
+        msgspec.ValidationError,
+        where=file,
+        remedy="plan/families/parts/base.toml says which tables there are, and what they hold",
+    ):
+        family = msgspec.convert({"name": model_type, **tables_of(model_type)}, Family)
+    _refuse_unknown_references(family, file)
     if family.lacks:
         raise ConfigError(
             f"model_type {model_type!r} is not supported: {family.lacks}", where="config.json"
@@ -87,19 +106,44 @@ def family_of(model_type: str | None) -> Family:
     return family
 
 
+def _refuse_unknown_references(family: Family, file: str) -> None:
+    """ConfigError where `[megatron]` reads a field of config.json that the family cannot have."""
+    known = family.fields.known | set(DERIVED)
+    for name in family.megatron:
+        field = family.field_behind(name)
+        if field is not None and field not in known:
+            raise ConfigError(
+                f"megatron.{name} reads ${field}, which is no field of {family.name}",
+                where=file,
+                remedy=did_you_mean(field, known),
+            )
+
+
 @cache
 def tables_of(name: str) -> dict[str, Any]:
     """The tables of a family or a part: its own, over those of the parts that it extends, of which
-    a later one overrides an earlier."""
+    a later one overrides an earlier. ConfigError where it extends what does not exist."""
     file = _FOLDER / f"{name}.toml"
     if not file.exists():
         file = _FOLDER / "parts" / f"{name}.toml"
-    own = dict(read_toml(file).values)
+    toml = read_toml(file)
+    own = dict(toml.values)
     merged: dict[str, Any] = {}
     for part in own.pop("extends", ()):
+        if part not in extensible():
+            raise ConfigError(
+                f"{file.stem} extends {part!r}, which is no part and no family",
+                where=toml.where(("extends",)),
+                remedy=did_you_mean(part, extensible()),
+            )
         merged = _merge(merged, tables_of(part))
     whole: dict[str, Any] = _merge(merged, own)
     return whole
+
+
+def extensible() -> list[str]:
+    """Names of what the tables of a family may extend: parts, and other families."""
+    return sorted(path.stem for path in _FOLDER.glob("parts/*.toml")) + family_names()
 
 
 def _merge(below: Any, above: Any, path: tuple[str, ...] = ()) -> Any:

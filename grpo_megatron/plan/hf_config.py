@@ -43,11 +43,11 @@ def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, An
     settings = {}
     for name, value in family.megatron.items():
         settings[name] = value
-        if isinstance(value, str) and "$" in value:
-            negation, _, field = value.partition("$")
+        field = family.field_behind(name)
+        if field is not None and value.startswith("not "):
+            settings[name] = not fields[field]
+        elif field is not None:
             settings[name] = fields.get(field)
-            if negation:
-                settings[name] = not fields[field]
     return settings
 
 

@@ -35,6 +35,8 @@ CASES = [
     ("llama_odd", "pp2", "ours"),
     ("mistral", "tp2", "ours"),
     ("mistral", "pp2", "transformers"),
+    ("seed_oss", "tp2", "ours"),
+    ("seed_oss_unbiased", "pp2", "transformers"),
     ("mixtral", "ep2", "ours"),
     ("mixtral", "tp2", "transformers"),
     ("qwen3_moe_all_sparse", "pp2_ep2", "ours"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan import family
 from grpo_megatron.plan.family import family_names, family_of
 from grpo_megatron.plan.hf_config import (
     computation,
@@ -24,11 +26,11 @@ FAMILIES = [name for name in family_names() if name not in (*LACKING, "kimi_k2")
 LLAMA = MODELS["llama"]
 
 
-def _defaults(model_type: str) -> dict:
-    """What transformers' class of the family takes for every field."""
+def _defaults(model_type: str, **given: int) -> dict:
+    """What transformers' class of the family takes for every field that is not given."""
     from transformers import CONFIG_MAPPING
 
-    return json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    return json.loads(CONFIG_MAPPING[model_type](**given).to_json_string(use_diff=False))
 
 
 def _refusal(hf: dict) -> str:
@@ -54,6 +56,28 @@ def test_defaults_are_those_of_transformers(name):
         value = theirs.get(field)
         for item in value if isinstance(value, list) else [value]:
             assert item is None or item in allowed, field
+
+
+NOT_COMPUTED = {"max_position_embeddings", "vocab_size", "num_nextn_predict_layers"}
+"""Optional fields that no log-prob depends on: presets leave the first two to the tokenizer, and
+the layers of the last are not run."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_may_be_missing_is_then_what_transformers_takes(name):
+    """A field that transformers has a value for is required, or has that as its default here, or
+    is derived alike: also at sizes that are not those of the class."""
+    inventory = family_of(name).fields
+    theirs = unified(_defaults(name, hidden_size=960, num_attention_heads=5))
+    may_be_missing = set(inventory.optional) - set(inventory.required) - set(inventory.default)
+    for field in may_be_missing - NOT_COMPUTED:
+        without = derived({**theirs, field: None})
+        assert theirs.get(field) in (None, without.get(field)), field
+
+
+def test_every_family_has_a_shape():
+    """By which layouts, engines and conversion are held against transformers."""
+    assert {hf["model_type"] for hf in MODELS.values()} == {*FAMILIES, "kimi_k2"}
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if MODELS[n]["model_type"] in FAMILIES])
@@ -120,6 +144,7 @@ def test_refusals(changes, message):
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),
         ("mixtral", {"num_experts": 8}, "num_experts = 8 and num_local_experts = 4 disagree"),
     ],
 )
@@ -191,3 +216,50 @@ def test_every_family_that_is_trained_has_an_architecture():
         except ConfigError:
             continue
         assert family.architecture.endswith("ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "toy_part",
+            'extends = ["base", "group_query"]',
+            ["toy_part extends 'group_query'", "toy_part.toml:1", "did you mean 'grouped_query'"],
+        ),
+        (
+            "toy_table",
+            'extends = ["base", "grouped_query"]\n[megatrn]\nadd_qkv_bias = true',
+            ["not the tables of a model family", "`megatrn`", "toy_table.toml", "base.toml"],
+        ),
+        (
+            "toy_value",
+            'extends = ["base", "grouped_query"]\n[fields.fixed]\nmlp_bias = false',
+            ["Expected `array`, got `bool`", "toy_value.toml"],
+        ),
+        (
+            "toy_reference",
+            'extends = ["base", "grouped_query"]\n[fields]\noptional = ["attention_bias"]\n'
+            '[megatron]\nadd_qkv_bias = "$attention_bia"',
+            ["megatron.add_qkv_bias reads $attention_bia", "did you mean 'attention_bias'"],
+        ),
+        (
+            "toy_negation",
+            'extends = ["base", "grouped_query"]\n[megatron]\nqk_layernorm = "not $use_qk_norm"',
+            ["megatron.qk_layernorm reads $use_qk_norm, which is no field of toy_negation"],
+        ),
+    ],
+)
+def test_a_mistake_in_a_table_is_told(tmp_path, monkeypatch, name, text, words):
+    folder = tmp_path / "families"
+    shutil.copytree(family._FOLDER, folder)
+    (folder / f"{name}.toml").write_text(text)
+    monkeypatch.setattr(family, "_FOLDER", folder)
+    with pytest.raises(ConfigError) as caught:
+        family_of(name)
+    told = str(caught.value)
+    assert all(word in told for word in words), told
+
+
+def test_derived_fields_are_those_that_tables_may_read():
+    always = derived(unified(MODELS["deepseek_v2"]))
+    assert set(always) == set(family.DERIVED)

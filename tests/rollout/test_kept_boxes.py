@@ -36,7 +36,7 @@ SPARSE = [
     "glm4_moe",
     "glm4_moe_air",
 ]
-DENSE = ["qwen2", "qwen2_tied", "qwen3", "llama", "llama_odd", "mistral"]
+DENSE = ["qwen2", "qwen2_tied", "qwen3", "llama", "llama_odd", "mistral", "seed_oss"]
 
 
 def cases() -> list:

@@ -109,6 +109,15 @@ MODELS: dict[str, dict] = {
             "rope_scaling": {"type": "linear", "factor": 2.0},
             "tie_word_embeddings": True,
         },
+        "seed_oss": {"model_type": "seed_oss", "head_dim": 16},
+        "seed_oss_unbiased": {
+            "model_type": "seed_oss",
+            "head_dim": 20,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
         "mistral": {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
         "mixtral": {
             "model_type": "mixtral",

@@ -55,6 +55,8 @@ SELECTED = [
     ("qwen2", "tp2"),
     ("qwen2", "pp2_vpp2"),
     ("llama_odd", "pp2"),
+    ("seed_oss", "tp2"),
+    ("seed_oss_unbiased", "pp2"),
     ("qwen3_yarn", "tp2"),
     ("qwen3_yarn", "cp2"),
     ("deepseek_v2", "cp2"),

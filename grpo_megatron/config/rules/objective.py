@@ -16,11 +16,13 @@ BATCH_RULES = RuleSet()
 """Of runs that take steps; their checks take the objective and the batch."""
 
 _ONE_TERM_A_SEQUENCE = ("sequence_geo", "sequence_product", "sequence_mean")
-_TOKEN_CLIPS = ("cispo", "sapo", "dppo_tv", "dppo_kl", "drpo", "clip_cov", "kl_cov")
+_WITH_SEQUENCES = ("ppo", "upper", "both", "gmpo", "none", "vespo", "topr")
+"""Clips that are defined on ratios of sequences and turns, beside those of tokens."""
 _WITH_PREFIXES = ("ppo", "cispo", "none")
 """Clips for which the lowest ratio of a prefix is defined."""
 _WITH_SHIFTED_ROUTERS = ("ppo", "upper", "both", "gmpo", "cispo", "sapo", "none")
-"""Clips that take a ratio as it comes; the others read the old policy's probability from it."""
+"""Clips that take a ratio as it comes; the others weigh by it in their own way, or read the old
+policy's probability from it."""
 _TERMS_OF_TOKENS = ("vespo", "topr")
 """Clips that take a sequence's ratio as a weight, and have a term of every token."""
 _GROUPS_OF_ONE = ("reward", "batch", "gagpo", "process", "gae")
@@ -174,7 +176,9 @@ def turn_ratios_need_turns(objective: ObjectiveConfig) -> Violation | None:
 @OBJECTIVE_RULES.rule("objective")
 def token_clips_have_token_ratios(objective: ObjectiveConfig) -> Violation | None:
     """Refuse clips of tokens with ratios of sequences."""
-    if objective.clip not in _TOKEN_CLIPS or objective.ratio in ("token", "prefix_min"):
+    if objective.ratio in ("token", "prefix_min") or objective.clip in _WITH_SEQUENCES:
+        return None
+    if ":" in objective.clip:  # a function of one's own
         return None
     return Violation(
         "objective.clip",
