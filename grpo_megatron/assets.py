@@ -14,15 +14,19 @@ FOLDERS = ("models", "recipes", "slurm")
 _PACKAGE = Path(__file__).resolve().parent
 
 
-@cache
 def root() -> Path:
     """The directory that holds `models/`, `recipes/` and `slurm/`."""
-    for candidate in (_PACKAGE / "_assets", _PACKAGE.parent):
+    return _root_of(_PACKAGE)
+
+
+@cache
+def _root_of(package: Path) -> Path:
+    for candidate in (package / "_assets", package.parent):
         if all((candidate / folder).is_dir() for folder in FOLDERS):
             return candidate
     raise SetupError(
         "the installation carries no models/, recipes/ and slurm/",
-        where=str(_PACKAGE),
+        where=str(package),
         remedy="reinstall grpo-megatron, or run from a complete checkout",
     )
 
