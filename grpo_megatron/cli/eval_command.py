@@ -50,12 +50,29 @@ def evaluate(
     from grpo_megatron.plan.resolve import resolve
 
     resolved = resolve(recipe, flags)
+    run = RunDir(resolved.run_path)
+    if overwrite:
+        refuse_to_replace_another_kind(run)
     code = local.train(resolved, overwrite=overwrite, in_job=in_job)
-    result = RunDir(resolved.run_path).result
     if code == 0:
-        typer.echo("\n".join(table(json.loads(result.read_text())["eval"])))
-        typer.echo(f"all figures: {result}")
+        typer.echo(f"all figures: {run.result}")
+        typer.echo("\n".join(table(json.loads(run.result.read_text())["eval"])))
     raise typer.Exit(code)
+
+
+def refuse_to_replace_another_kind(run: RunDir) -> None:
+    """Raise ConfigError where a run is that is no evaluation: it may be what is evaluated."""
+    from grpo_megatron.plan.resolve import resolve_run
+
+    if not run.config.is_file():
+        return
+    kind = resolve_run(run.config).config.kind
+    if kind != "eval":
+        raise ConfigError(
+            f"{run.root.name!r} is a run of kind {kind}, which an evaluation does not replace",
+            where=str(run.root),
+            remedy="choose another name=…",
+        )
 
 
 def exported(model: Path) -> Path:
@@ -68,16 +85,15 @@ def exported(model: Path) -> Path:
         return run.export
     if is_run:
         raise ConfigError(
-            f"{model} has exported no checkpoint yet",
+            f"{model} has exported no checkpoint",
             where=str(run.export.absolute()),
-            remedy=f"let the run end, or write one: grpo-megatron convert to-hf {model} --to "
-            "FOLDER, and evaluate that",
+            remedy=_what_to_evaluate_instead(run),
         )
     if (model / "complete.json").is_file():
         raise ConfigError(
             f"{model} is a checkpoint of Megatron, which engines do not read",
             where=str(model.absolute()),
-            remedy=f"write it for them: grpo-megatron convert to-hf {model} --to FOLDER",
+            remedy=f"evaluate what {_to_hf(model)} writes",
         )
     if (model / "config.json").is_file():
         return model
@@ -86,6 +102,24 @@ def exported(model: Path) -> Path:
         where=str(model.absolute()),
         remedy="runs here: " + (", ".join(runs_beside(model)[:5]) or "none"),
     )
+
+
+def _what_to_evaluate_instead(run: RunDir) -> str:
+    from grpo_megatron.checkpoints.retention import complete_steps
+    from grpo_megatron.plan.resolve import resolve_run
+
+    config = resolve_run(run.config).config
+    if not config.trains:
+        return f"it trains nothing: evaluate its model, {config.model.path or run.model}"
+    steps = complete_steps(run.checkpoints)
+    if steps:
+        command = _to_hf(run.step_checkpoint(steps[-1]))
+        return f"let the run end, or evaluate what {command} writes"
+    return "let the run end: it has no checkpoint either"
+
+
+def _to_hf(checkpoint: Path) -> str:
+    return f"`grpo-megatron convert to-hf {checkpoint} --to FOLDER`"
 
 
 def evaluation_settings(recipe: str, checkpoint: Path) -> list[str]:

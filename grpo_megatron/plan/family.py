@@ -3,9 +3,10 @@
 The tables drive import, export, publishing and digests (`weights.parameters`), the reading of
 config.json (`plan.hf_config`) and Megatron's configuration (`trainer.model_config`)."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +16,7 @@ from grpo_megatron.config.toml_file import read_toml
 from grpo_megatron.errors import ConfigError, raised_as
 
 _FOLDER = Path(__file__).with_name("families")
+NOT = "not "
 DERIVED = ("num_key_value_heads", "head_dim", "moe_layers", "shared_expert_intermediate_size")
 """Fields that every model has, beside those of its config.json (`plan.hf_config.derived`)."""
 
@@ -50,6 +52,19 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return names
 
 
+class Reference(NamedTuple):
+    """A field of config.json that a setting reads, and what stands before its `$`."""
+
+    field: str
+    negation: str  # "" or NOT
+
+    def value(self, fields: Mapping[str, Any]) -> Any:
+        """What the setting is, given all fields."""
+        if self.negation == NOT:
+            return not fields[self.field]
+        return fields.get(self.field)
+
+
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a file of `plan/families/` says of the models of one `model_type`."""
 
@@ -65,12 +80,13 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     architecture: str = ""  # vLLM's name of it
     lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it
 
-    def field_behind(self, setting: str) -> str | None:
-        """The field of config.json that a setting of `[megatron]` reads; None for a constant."""
+    def reference(self, setting: str) -> Reference | None:
+        """What a setting of `[megatron]` reads; None for a constant."""
         value = self.megatron[setting]
         if not isinstance(value, str) or "$" not in value:
             return None
-        return value.partition("$")[2]
+        negation, _, field = value.partition("$")
+        return Reference(field, negation)
 
 
 def family_names() -> list[str]:
@@ -107,15 +123,24 @@ def family_of(model_type: str | None) -> Family:
 
 
 def _refuse_unknown_references(family: Family, file: str) -> None:
-    """ConfigError where `[megatron]` reads a field of config.json that the family cannot have."""
+    """ConfigError where `[megatron]` reads a field of config.json that the family cannot have, or
+    not as one is read."""
     known = family.fields.known | set(DERIVED)
     for name in family.megatron:
-        field = family.field_behind(name)
-        if field is not None and field not in known:
+        reference = family.reference(name)
+        if reference is None:
+            continue
+        if reference.negation not in ("", NOT):
             raise ConfigError(
-                f"megatron.{name} reads ${field}, which is no field of {family.name}",
+                f"megatron.{name} reads {family.megatron[name]!r}",
                 where=file,
-                remedy=did_you_mean(field, known),
+                remedy='write "$field" or "not $field"',
+            )
+        if reference.field not in known:
+            raise ConfigError(
+                f"megatron.{name} reads ${reference.field}, which is no field of {family.name}",
+                where=file,
+                remedy=did_you_mean(reference.field, known),
             )
 
 
@@ -130,18 +155,18 @@ def tables_of(name: str) -> dict[str, Any]:
     own = dict(toml.values)
     merged: dict[str, Any] = {}
     for part in own.pop("extends", ()):
-        if part not in extensible():
+        if part not in _extensible():
             raise ConfigError(
                 f"{file.stem} extends {part!r}, which is no part and no family",
                 where=toml.where(("extends",)),
-                remedy=did_you_mean(part, extensible()),
+                remedy=did_you_mean(part, _extensible()),
             )
         merged = _merge(merged, tables_of(part))
     whole: dict[str, Any] = _merge(merged, own)
     return whole
 
 
-def extensible() -> list[str]:
+def _extensible() -> list[str]:
     """Names of what the tables of a family may extend: parts, and other families."""
     return sorted(path.stem for path in _FOLDER.glob("parts/*.toml")) + family_names()
 

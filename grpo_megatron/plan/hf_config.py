@@ -43,11 +43,9 @@ def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, An
     settings = {}
     for name, value in family.megatron.items():
         settings[name] = value
-        field = family.field_behind(name)
-        if field is not None and value.startswith("not "):
-            settings[name] = not fields[field]
-        elif field is not None:
-            settings[name] = fields.get(field)
+        reference = family.reference(name)
+        if reference is not None:
+            settings[name] = reference.value(fields)
     return settings
 
 

@@ -11,6 +11,7 @@ import pytest
 from grpo_megatron import assets
 from grpo_megatron.cli.eval_command import evaluation_settings, exported, table
 from grpo_megatron.cli.main import main
+from grpo_megatron.config.loader import load_recipe, write_resolved
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
 
@@ -65,6 +66,12 @@ def test_a_recipe_without_rewards_is_refused(name):
         evaluation_settings(name, Path("/runs/expert/export"))
 
 
+def make_run(path: Path, *settings: str) -> None:
+    """The configuration and the logs of a run of the demo's recipe."""
+    (path / "logs").mkdir(parents=True)
+    write_resolved(path / "config.json", load_recipe("demo/gspo-moe-cpu", settings))
+
+
 def write(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{}")
@@ -74,12 +81,39 @@ def test_a_checkpoint_or_what_a_run_has_exported(tmp_path):
     write(tmp_path / "hub/config.json")
     assert exported(tmp_path / "hub") == tmp_path / "hub"
     run = tmp_path / "runs/expert"
-    (run / "logs").mkdir(parents=True)
-    write(run / "config.json")
-    with pytest.raises(ConfigError, match="exported no checkpoint yet"):
+    make_run(run)
+    with pytest.raises(ConfigError, match="exported no checkpoint") as caught:
         exported(run)
+    assert "let the run end: it has no checkpoint either" in str(caught.value)
+    for step in (2, 4):
+        write(run / f"checkpoints/step_{step:06d}/complete.json")
+    with pytest.raises(ConfigError) as caught:
+        exported(run)
+    newest = run / "checkpoints/step_000004"
+    assert f"`grpo-megatron convert to-hf {newest} --to FOLDER`" in str(caught.value)
     write(run / "export/config.json")
     assert exported(run) == run / "export"
+
+
+def test_a_run_that_trains_nothing_names_its_model(tmp_path):
+    run = tmp_path / "runs/lessons"
+    make_run(run, *evaluation_settings("demo/gspo-moe-cpu", Path("/models/base"))[1:])
+    with pytest.raises(ConfigError) as caught:
+        exported(run)
+    assert "it trains nothing: evaluate its model, /models/base" in str(caught.value)
+
+
+def test_only_an_evaluation_is_replaced(tmp_path, capsys):
+    """Not the run that is evaluated, whose name somebody gave."""
+    run = tmp_path / "expert"
+    make_run(run)
+    write(run / "export/config.json")
+    arguments = ["name=expert", f"runs_dir={tmp_path}", "--overwrite"]
+    # the checkpoint itself need not be readable: a preset has its sizes
+    preset = ["model.path=null", "model.preset=tiny-qwen3-moe"]
+    assert main(["eval", "demo/gspo-moe-cpu", str(run), *arguments, *preset]) == 2
+    assert "'expert' is a run of kind rl" in capsys.readouterr().err
+    assert (run / "export/config.json").exists()
 
 
 @pytest.mark.parametrize("is_checkpoint", [True, False])

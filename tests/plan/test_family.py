@@ -247,6 +247,11 @@ def test_every_family_that_is_trained_has_an_architecture():
             'extends = ["base", "grouped_query"]\n[megatron]\nqk_layernorm = "not $use_qk_norm"',
             ["megatron.qk_layernorm reads $use_qk_norm, which is no field of toy_negation"],
         ),
+        (
+            "toy_word",
+            'extends = ["base", "grouped_query"]\n[megatron]\nqk_layernorm = "no $head_dim"',
+            ["megatron.qk_layernorm reads 'no $head_dim'", "toy_word.toml", '"not $field"'],
+        ),
     ],
 )
 def test_a_mistake_in_a_table_is_told(tmp_path, monkeypatch, name, text, words):
