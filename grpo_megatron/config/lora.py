@@ -7,6 +7,8 @@ from pydantic import Field
 
 from grpo_megatron.config.base import InputPath, Strict
 
+ENGINE_ADAPTER = "policy"
+"""What requests to an engine call the adapter that was published to it."""
 ALL_LINEAR = "all-linear"
 """A target that stands for every linear layer of the decoder."""
 
@@ -28,13 +30,17 @@ class LoraConfig(Strict):
     experts: Literal["each", "shared"] = "each"
     """Routed experts have an adapter each, or those of a layer have one between them."""
 
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines get after each step: `merged`, weights with the adapters in them; `adapter`, the
+    weights once and then adapters alone, which vLLM computes beside its layers."""
+
     path: InputPath | None = None
     """Adapters in PEFT's format to begin with: a directory with adapter_config.json and
     adapter_model.safetensors; default: those that change nothing."""
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint of the adapters must have been made with, as JSON has it."""
-        return self.model_dump(mode="json", exclude={"path"})
+        return self.model_dump(mode="json", exclude={"path", "publish"})
 
     @property
     def alpha_value(self) -> float:

@@ -12,7 +12,7 @@ from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.experience import ExperienceConfig
-from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.lora import ENGINE_ADAPTER, LoraConfig
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.preferences import PreferencesConfig
 from grpo_megatron.config.secret_values import REFERENCE
@@ -734,6 +734,14 @@ class RunConfig(Strict):
         if placement.mode == "colocated":
             return "ipc"
         return "nccl"
+
+    @property
+    def engine_adapter(self) -> str:
+        """What requests call the adapter that engines have beside the weights; empty where they get
+        weights with the adapters in them."""
+        if self.lora is not None and self.lora.publish == "adapter":
+            return ENGINE_ADAPTER
+        return ""
 
     @property
     def records_routes(self) -> bool:

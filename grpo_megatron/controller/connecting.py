@@ -35,6 +35,7 @@ async def connect_engine(config: RunConfig, run_dir: RunDir, index: int) -> Engi
             name,
             config.rollout.request_timeout_s,
             token=endpoint.token,
+            adapter=config.engine_adapter,
         )
         try:
             if await _is_ready(config, run_dir, client, endpoint):

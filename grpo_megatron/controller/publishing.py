@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
@@ -24,6 +25,7 @@ from grpo_megatron.trainer.requests import (
 )
 from grpo_megatron.types import Completion, Prompt
 from grpo_megatron.weights.carrier_names import LinkKind
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 LOGPROB_CHECK_TOKENS = 16
 _LOOK_S = 0.2
@@ -42,7 +44,7 @@ class Publisher:
         version: Of the weights that the engines have; -1 before the first publish.
         unchecked: Engines that joined since the last log-prob check.
         resumed_at: When they got them (`time.perf_counter`).
-        sent_fraction: Bytes that the last publish sent, of those of all its messages."""
+        sent_fraction: Bytes that the last publish sent, of those of the whole weights."""
 
     def __init__(
         self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink, engines: ReplicaPool
@@ -54,6 +56,8 @@ class Publisher:
         self.version = -1
         self.resumed_at = 0.0
         self.sent_fraction = 1.0
+        self._num_bytes = 1  # of the weights
+        self._with_base: set[EngineClient] = set()  # that have the weights without adapters
         self._seconds = 0.0  # that the last publish took
         self._control = EngineControl([])
         self.unchecked: set[int] = set()
@@ -110,10 +114,10 @@ class Publisher:
             await self._send(control, self.version)
         finally:  # the trainer has left its streams to the others: they connect anew
             self._control = self._new_control([])
-        mine = await client.weight_checksums()
+        mine = await control.checksums(client)
         for replica in self.engines.alive:
             with contextlib.suppress(EngineUnreachable):  # it may die too
-                theirs = await replica.client.weight_checksums()
+                theirs = await control.checksums(replica.client)
                 require_equal_weights([replica.client.name, client.name], [theirs, mine])
                 if set(theirs) == set(mine):
                     break
@@ -168,14 +172,31 @@ class Publisher:
             directory = self.run_dir.root / "publish"
             await self.trainer.call(ExportModel(directory))
             await control.publish_file(version, str(directory.absolute()))
-        else:
+            return
+        adapters: list[TensorEntry] = []
+        if self.config.engine_adapter:
+            adapters = await self.trainer.call(DescribeWeights(adapters=True))
+        if not adapters:
+            await control.publish(version, partial(self._send_weights, version))
+            return
+        if not control.carries_adapter:
+            await control.publish(version, partial(self._send_weights, version), more_comes=True)
+            self._with_base.update(control.clients)
+            await self._open_adapter_streams(control, adapters)
+        await control.publish(version, partial(self._send_adapters, version))
 
-            async def send() -> dict[str, str]:
-                sent = await self.trainer.call(SendWeights(version=version))
-                self.sent_fraction = sent.num_sent_bytes / max(sent.num_bytes, 1)
-                return sent.digests
+    async def _send_weights(self, version: int) -> dict[str, str]:
+        """Have the trainer send weights; returns the digest of each message."""
+        sent = await self.trainer.call(SendWeights(version=version))
+        self._num_bytes = max(sent.num_bytes, 1)
+        self.sent_fraction = sent.num_sent_bytes / self._num_bytes
+        return sent.digests
 
-            await control.publish(version, send)
+    async def _send_adapters(self, version: int) -> dict[str, str]:
+        """Have the trainer send adapters; returns the digest of each message."""
+        sent = await self.trainer.call(SendWeights(version=version, adapters=True))
+        self.sent_fraction = sent.num_sent_bytes / self._num_bytes
+        return sent.digests
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
         """Connect trainer and engines anew where these are not `clients`."""
@@ -192,8 +213,12 @@ class Publisher:
 
     async def _open_streams(self, control: EngineControl) -> None:
         """Have the trainer and all workers of the engines meet, where weights go from memory to
-        memory."""
+        memory. Engines that have the weights without adapters meet it for these."""
         if self.config.publish.method == "file":
+            return
+        if self._with_base.issuperset(control.clients):
+            adapters = await self.trainer.call(DescribeWeights(adapters=True))
+            await self._open_adapter_streams(control, adapters)
             return
         tensors = await self.trainer.call(DescribeWeights())
         kept = await control.kept_boxes(tensors)
@@ -205,8 +230,26 @@ class Publisher:
             links.update(found)
 
         await control.prepare(streams, join)
-        told = ", ".join(f"{count} by {kind}" for kind, count in sorted(links.items()))
-        print(f"weights: {sum(links.values())} links from trainer to engines: {told}", flush=True)
+        _tell("weights", links)
+
+    async def _open_adapter_streams(
+        self, control: EngineControl, adapters: Sequence[TensorEntry]
+    ) -> None:
+        """Have the trainer and all workers of the engines meet for adapters, from here on.
+
+        Raises MismatchError: an engine has no place for one of them."""
+        lora = self.config.lora
+        assert lora is not None  # there are adapters
+        kept = await control.kept_adapters(adapters)
+        streams = await self.trainer.call(OpenTransfer(kept=kept, adapters=True))
+        links: dict[LinkKind, int] = {}
+
+        async def join() -> None:
+            found = await self.trainer.call(JoinTransfer(adapters=True))
+            links.update(found)
+
+        await control.prepare(streams, join, {"rank": lora.rank, "scale": lora.scale})
+        _tell("adapters", links)
 
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
         """Go on with the engines that still answer, or return; without a dead one, the error
@@ -281,3 +324,9 @@ class Publisher:
                 remedy=found.remedy,
             )
         return found.metrics
+
+
+def _tell(what: str, links: Mapping[LinkKind, int]) -> None:
+    """Print how many links there are, and what carries them."""
+    told = ", ".join(f"{count} by {kind}" for kind, count in sorted(links.items()))
+    print(f"{what}: {sum(links.values())} links from trainer to engines: {told}", flush=True)

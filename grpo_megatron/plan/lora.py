@@ -48,6 +48,22 @@ def bound_layers(lora: LoraConfig, model: ModelFacts) -> list[str]:
     return [layer for layer in linear_layers(model) if is_target(layer, lora.targets)]
 
 
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM's slots may have (0.32.0, config/lora.py)."""
+
+
+def max_lora_rank(rank: int) -> int:
+    """Return the rank of the narrowest slots that an adapter of `rank` fits into.
+
+    Raises ValueError where there are none."""
+    return min(slots for slots in MAX_LORA_RANKS if slots >= rank)
+
+
+def engine_layers(lora: LoraConfig, model: ModelFacts) -> list[str]:
+    """Name the layers for which an engine has slots, by the last part of their names."""
+    return sorted({layer.rpartition(".")[2] for layer in bound_layers(lora, model)})
+
+
 @LORA_RULES.rule("lora_targets")
 def targets_name_layers(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> list[Violation]:
     """Refuse every target that names no linear layer of the model."""
@@ -125,4 +141,57 @@ def shared_adapters_are_split_as_attention_is(
         f"adapters that experts share need ETP = 1 or TP = {trainer.tensor_parallel_size}",
         nearest=(1, trainer.tensor_parallel_size),
         related=("lora.experts",),
+    )
+
+
+@LORA_RULES.rule("lora_publish")
+def slots_are_wide_enough(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> Violation | None:
+    """Refuse adapters of a rank for which vLLM has no slots."""
+    widest = MAX_LORA_RANKS[-1]
+    if lora.publish == "merged" or lora.rank <= widest:
+        return None
+    return Violation(
+        "lora.rank",
+        f"lora.publish = 'adapter' needs vLLM's slots for adapters, whose rank is at most {widest}",
+        nearest=(widest,),
+        remedy="or lora.publish = 'merged'",
+        related=("lora.publish",),
+    )
+
+
+@LORA_RULES.rule("lora_publish")
+def experts_have_no_slots(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> Violation | None:
+    """Refuse adapters of routed experts where engines compute adapters.
+
+    vLLM does so with kernels of Triton's, which no CPU has and which never ran here."""
+    layers = bound_layers(lora, model)
+    others = [layer for layer in layers if ".experts." not in layer]
+    if lora.publish == "merged" or len(others) == len(layers):
+        return None
+    return Violation(
+        "lora.publish",
+        "'adapter' is for attention, dense layers and shared experts, and lora.targets names "
+        f"routed experts of the model ({model.model_type})",
+        nearest=("merged",),
+        remedy=f"or lora.targets = {others or ['self_attn']}".replace("'", '"'),
+        related=("lora.targets",),
+    )
+
+
+@LORA_RULES.rule("lora_publish")
+def latent_attention_has_no_slots(
+    run: RunConfig, lora: LoraConfig, model: ModelFacts
+) -> Violation | None:
+    """Refuse adapters of latent attention: vLLM multiplies its up projections into others when it
+    loads them (0.32.0, mla_attention.py), and would leave out what adapters add to them."""
+    layers = bound_layers(lora, model)
+    has_attention = any(layer.startswith("self_attn.") for layer in layers)
+    if lora.publish == "merged" or not model.is_mla or not has_attention:
+        return None
+    return Violation(
+        "lora.publish",
+        f"'adapter' is not for latent attention ({model.model_type}): the engine computes it with "
+        "products of its weights, which adapters do not reach",
+        nearest=("merged",),
+        related=("lora.targets",),
     )

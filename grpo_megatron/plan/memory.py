@@ -10,7 +10,8 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.model_facts import configuration_of, origin_of
+from grpo_megatron.plan.lora import engine_layers, max_lora_rank
+from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
 from grpo_megatron.plan.publishing import PublishPlan, plan_publish
 from grpo_megatron.plan.rank_bytes import inference_bytes, static_bytes
 from grpo_megatron.plan.step_memory import step_bytes
@@ -73,6 +74,9 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
     whole = sizes_of(hf, vocab_size, TrainerConfig())
     engine = _engine(config, hf, vocab_size, memory)
+    published = engine["weights"]
+    if config.engine_adapter:
+        published = _adapter_bytes(config, hf, vocab_size)
     numbers = _numbers(config, whole, sizes, work["num_microbatches"])
     if sizes.lora is not None:
         of_weights = config.model_copy(update={"lora": None})
@@ -81,7 +85,7 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
         stages,
         usable,
         engine=engine,
-        publish=plan_publish(config, engine["weights"]),
+        publish=plan_publish(config, published),
         numbers=numbers,
     )
 
@@ -319,15 +323,58 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
     s = sizes_of(hf, vocab_size, engine_layout(rollout))
     element = ELEMENT_BYTES[rollout.dtype]
     weights = element * sum(w.numel for w in weights_of_chunk(s, 0, 0))
+    adapters = 0
+    if config.engine_adapter:  # in slots; as it was published, and as vLLM keeps it
+        adapters = _slot_bytes(config, hf, vocab_size) + 2 * _adapter_bytes(config, hf, vocab_size)
     per_layer = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])
     cache = int(rollout.kv_cache_gib * _GIB)
     if memory:
-        cache = max(int(_utilisation(config) * memory - weights - DEVICES["engine"] * _GIB), 0)
-    return {
-        "weights": weights,
+        other = weights + adapters + DEVICES["engine"] * _GIB
+        cache = max(int(_utilisation(config) * memory - other), 0)
+    found = {"weights": weights}
+    if adapters:
+        found["adapters"] = adapters
+    return found | {
         "kv_cache": cache,
         "kv_tokens": cache // (per_layer * s.model["num_layers"] * element),
     }
+
+
+_PARTS_OF_ENGINE_LAYER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+)
+"""Layers of Hugging Face's that are one of vLLM's, in which each has a slot if one of them has."""
+
+
+def _slot_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
+    """Bytes of the slots for an adapter that each worker of an engine has.
+
+    A of a layer that is split by rows, and B of one that is split by columns, are whole there."""
+    lora = config.lora
+    assert lora is not None  # engines have adapters
+    targets = set(engine_layers(lora, facts_from_hf(hf)))
+    for parts in _PARTS_OF_ENGINE_LAYER:
+        if targets.intersection(parts):
+            targets.update(parts)
+    slots = LoraConfig(rank=max_lora_rank(lora.rank), targets=tuple(sorted(targets)))
+    return _trained_bytes(hf, vocab_size, engine_layout(config.rollout), slots)
+
+
+def _adapter_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
+    """Bytes of the whole adapter, which each worker of an engine gets in a publish."""
+    return _trained_bytes(
+        hf, vocab_size, TrainerConfig(precision=config.trainer.precision), config.lora
+    )
+
+
+def _trained_bytes(
+    hf: dict, vocab_size: int, layout: TrainerConfig, lora: LoraConfig | None
+) -> int:
+    """Bytes of the adapters of dense layers on a rank of a layout without pipeline stages."""
+    weights = weights_of_chunk(sizes_of(hf, vocab_size, layout, lora), 0, 0)
+    trained = sum(w.numel for w in weights if w.is_trained and w.kind != "expert")
+    return ELEMENT_BYTES[layout.precision] * trained
 
 
 def _utilisation(config: RunConfig) -> float:

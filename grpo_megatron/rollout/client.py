@@ -26,7 +26,7 @@ class EngineUnreachable(EngineError):
 class EngineClient(contextlib.AbstractAsyncContextManager):
     """One replica, which errors call `name`. Make and use it within one event loop, `close` it when
     done (or `async with`). `request_timeout_s` limits one generation. Requests carry the server's
-    `token`, if it has one.
+    `token`, if it has one; those of `generate` name its `adapter`, if there is one.
 
     Attributes:
         prefix_cache: What the answers said of the engine's prefix cache."""
@@ -38,9 +38,11 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         request_timeout_s: float = 600.0,
         *,
         token: str = "",
+        adapter: str = "",
     ):
         self.base_url = base_url
         self.token = token
+        self.adapter = adapter
         self.name = name or base_url
         self.prefix_cache = PrefixCacheCounts()
         self._request_timeout_s = request_timeout_s
@@ -67,9 +69,10 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         """Sample completions of one prompt, with fields of `GenerateRequest`. Raises EngineError:
         the engine refused or answered wrongly; EngineUnreachable: it did not answer or failed."""
         request = GenerateRequest(prompt_token_ids, **settings)
-        body = await self._call(
-            "/inference/v1/generate", request.body(), timeout_s=self._request_timeout_s
-        )
+        asked = request.body()
+        if self.adapter:
+            asked["model"] = self.adapter
+        body = await self._call("/inference/v1/generate", asked, timeout_s=self._request_timeout_s)
         answer = request.decode(body, self.name)
         self.prefix_cache.add(request, answer)
         return answer.completions
@@ -107,6 +110,14 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         """Ask for checksums of the loaded parameters by worker and name, in the engine's layout."""
         answer = await self.control("/weight_checker", {"action": "checksum"})
         checksums: dict[str, str] = answer["checksums"]
+        return checksums
+
+    async def adapter_checksums(self) -> dict[str, str]:
+        """Ask for checksums of the adapter by worker and layer, in the engine's layout."""
+        checksums = {}
+        for worker, of_worker in enumerate(await self.call_workers("adapter_checksums")):
+            for layer, checksum in of_worker.items():
+                checksums[f"{worker}/{layer}"] = checksum
         return checksums
 
     async def reset_prefix_cache(self) -> None:

@@ -12,8 +12,14 @@ import msgspec
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.segments import finish_or_cancel
-from grpo_megatron.weights.boxes import Box
-from grpo_megatron.weights.publish_plan import Kept, OpenedStream, tensor_names, wrong_messages
+from grpo_megatron.weights.boxes import Box, whole_box
+from grpo_megatron.weights.publish_plan import (
+    Kept,
+    OpenedStream,
+    checkpoint_order,
+    tensor_names,
+    wrong_messages,
+)
 from grpo_megatron.weights.tensor_entry import TensorEntry
 
 _SETTLE_S = 2.0
@@ -26,7 +32,10 @@ class EngineControl:
     `pause_mode` is what happens to requests in flight: `wait` for their end, `abort` them (the
     client continues them, see `segments`), or `keep` them, so that they go on under the new weights
     (with spans that say so) after their keys and values were computed anew. `asleep`: the replicas
-    sleep already, with their weights off the device."""
+    sleep already, with their weights off the device.
+
+    Attributes:
+        carries_adapter: What `prepare` connected is for an adapter, not for weights."""
 
     def __init__(
         self,
@@ -41,6 +50,7 @@ class EngineControl:
         self._timeout_s = timeout_s
         self.asleep = asleep
         self.paused = False
+        self.carries_adapter = False
         self._started = False
         self._world_sizes: list[int] = []
         self._num_tensors = 0
@@ -61,6 +71,20 @@ class EngineControl:
                 kept.append(msgspec.convert(worker["boxes"], dict[str, list[Box]]))
         return kept
 
+    async def kept_adapters(self, tensors: Sequence[TensorEntry]) -> list[Kept]:
+        """Return that every worker keeps the whole of each of `tensors`, of an adapter: vLLM cuts
+        it. Raises MismatchError where one cannot take it, and where not all workers answer."""
+        self._world_sizes = await self._count_workers()
+        await self._call_workers("abandon_update")
+        answers = await self._call_workers("adapter_refusals", tensors=tensors)
+        kept: list[Kept] = []
+        for client, size, workers in zip(self.clients, self._world_sizes, answers, strict=True):
+            _require_all(client, size, workers)
+            for refused in workers:
+                _require_taken(client, refused)
+                kept.append({tensor.name: [whole_box(tensor.shape)] for tensor in tensors})
+        return kept
+
     async def _count_workers(self) -> list[int]:
         answers = await self._control("/get_world_size", method="GET")
         return [answer["world_size"] for answer in answers]
@@ -77,9 +101,13 @@ class EngineControl:
         )
 
     async def prepare(
-        self, streams: Sequence[OpenedStream], join: Callable[[], Awaitable[Any]]
+        self,
+        streams: Sequence[OpenedStream],
+        join: Callable[[], Awaitable[Any]],
+        adapter: Mapping[str, float] | None = None,
     ) -> None:
-        """Connect every worker with its stream, once, after `kept_boxes`.
+        """Connect every worker with its stream, after `kept_boxes`, or after `kept_adapters` with
+        the `adapter`'s rank and scale.
 
         `join` makes the senders wait for the workers; it runs at the same time."""
         of_worker: dict[int, tuple[int, OpenedStream]] = {}
@@ -90,16 +118,30 @@ class EngineControl:
         first = 0
         for client, workers in zip(self.clients, self._world_sizes, strict=True):
             own = [of_worker[worker] for worker in range(first, first + workers)]
-            info = {"streams": own, "first_worker": first, "timeout_s": self._timeout_s}
+            info = {
+                "streams": own,
+                "first_worker": first,
+                "timeout_s": self._timeout_s,
+                "adapter": adapter,
+            }
             calls.append(client.control("/init_weight_transfer_engine", {"init_info": info}))
             first += workers
         self._num_tensors = len(tensor_names(streams))
         await _all(calls)
+        self.carries_adapter = adapter is not None
 
-    async def publish(self, version: int, send: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
+    async def publish(
+        self,
+        version: int,
+        send: Callable[[], Awaitable[Mapping[str, str]]],
+        *,
+        more_comes: bool = False,
+    ) -> None:
         """Bring `version` into every replica and prove that it arrived; `send` makes the trainer
         send and returns the digest of each message. Raises MismatchError: a worker received another
-        one, or replicas of equal layout hold different weights; EngineError: a replica died."""
+        one, or replicas of equal layout hold different weights; EngineError: a replica died.
+
+        more_comes: leave the engines paused, for a publish that brings the rest of the version."""
         await self._make_ready_for_weights()
         await self._start_update()
         sent = await self._transfer(version, send)
@@ -108,7 +150,9 @@ class EngineControl:
             await self._control("/finish_weight_update", {"weight_version": str(version)})
         self._started = False
         self._check_reports(sent, reports)
-        await self._check_and_resume()
+        await self._require_equal()
+        if not more_comes:
+            await self.resume(tags="kv_cache")
 
     async def publish_file(self, version: int, path: str) -> None:
         """The fallback: every replica reloads the checkpoint directory `path`."""
@@ -120,7 +164,8 @@ class EngineControl:
 
         await self._make_ready_for_weights()
         await _all(reload(client) for client in self.clients)
-        await self._check_and_resume()
+        await self._require_equal()
+        await self.resume(tags="kv_cache")
 
     async def pause(self, *, sleep: bool) -> None:
         """Until the next publish engines neither schedule nor, with `sleep`, hold their weights
@@ -207,12 +252,17 @@ class EngineControl:
                         remedy=_REMEDY,
                     )
 
-    async def _check_and_resume(self) -> None:
+    async def _require_equal(self) -> None:
         """Compare replicas with the same workers, which hold bit-identical parameters."""
         if len(self.clients) > 1:
-            checksums = await _all(client.weight_checksums() for client in self.clients)
+            checksums = await _all(self.checksums(client) for client in self.clients)
             require_equal_weights([client.name for client in self.clients], checksums)
-        await self.resume(tags="kv_cache")
+
+    async def checksums(self, client: EngineClient) -> dict[str, str]:
+        """Ask a replica for those of what was published: of its adapter, or of its weights."""
+        if self.carries_adapter:
+            return await client.adapter_checksums()
+        return await client.weight_checksums()
 
 
 def require_equal_weights(names: Sequence[str], checksums: Sequence[Mapping[str, str]]) -> None:
@@ -239,6 +289,17 @@ def _require_all(client: EngineClient, size: int, workers: Sequence[Any]) -> Non
             where="rollout.engine_arguments",
             remedy="set rollout.tensor_parallel_size and rollout.data_parallel_size instead of "
             "arguments that add workers",
+        )
+
+
+def _require_taken(client: EngineClient, refused: Mapping[str, str]) -> None:
+    if refused:
+        first = min(refused, key=checkpoint_order)
+        raise MismatchError(
+            f"{client.name} cannot take {len(refused)} tensors of the adapter, the first is "
+            f"{first!r}: {refused[first]}",
+            where="lora.targets",
+            remedy="lora.publish='merged' publishes weights with the adapters in them",
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_megatron import assets, progress
 from grpo_megatron.config.loader import read_resolved
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RolloutConfig, RunConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.network import (
@@ -25,7 +26,9 @@ from grpo_megatron.network import (
 )
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.hf_config import engine_overrides
-from grpo_megatron.rollout.plugin import engine_token
+from grpo_megatron.plan.lora import engine_layers, max_lora_rank
+from grpo_megatron.plan.model_facts import facts_from_hf
+from grpo_megatron.rollout.plugin import adapter_slot, engine_token
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rollout.server_progress import PATH_VARIABLE
 from grpo_megatron.rundir import RunDir
@@ -155,10 +158,25 @@ def serve_command(
         "routes": config.records_routes,
         "gpu_colocated": config.placement.mode == "colocated" and not is_cpu_engine(),
     }
+    if config.lora is not None and config.engine_adapter:
+        values |= {
+            "adapter": config.engine_adapter,
+            "adapter_path": adapter_slot.PATH,
+            "max_lora_rank": max_lora_rank(config.lora.rank),
+        }
+        conditions["adapter"] = True
     words, environment = _from_tables(rollout, model_path, (host, port), values, conditions)
     environment[engine_token.VARIABLE] = token
+    if config.lora is not None and config.engine_adapter:
+        words += _with_slots(config.lora, Path(model_path))
     argv = [sys.executable, "-m", "grpo_megatron.rollout.serve", *words]
     return [*argv, *rollout.engine_arguments], environment
+
+
+def _with_slots(lora: LoraConfig, model: Path) -> list[str]:
+    """Say which of vLLM's layers have a slot for the adapter: those with a target among them."""
+    facts = facts_from_hf(_hf_config(model))
+    return ["--lora-target-modules", *engine_layers(lora, facts)]
 
 
 def scoring_command(

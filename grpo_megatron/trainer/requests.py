@@ -171,26 +171,34 @@ class ExportModel(Request[int], frozen=True, tag=True):
 # --- publishing
 
 
-class DescribeWeights(Request[list[TensorEntry]], frozen=True, tag=True):
+class DescribeWeights(Request[list[TensorEntry]], frozen=True, kw_only=True, tag=True):
     """List the Hugging Face tensors that a publish is made of."""
+
+    adapters: bool = False
+    """Those of the adapters instead, which engines compute beside the weights; none before they
+    begin."""
 
 
 class OpenTransfer(Request[list[OpenedStream]], frozen=True, kw_only=True, tag=True):
-    """Plan the transfer, and listen for the engines' workers."""
+    """Plan the transfer, of the weights or of the adapters, and listen for the engines' workers."""
 
+    adapters: bool = False
     kept: list[dict[str, list[Box]]]
     """What each worker of each replica keeps, by tensor name."""
 
 
-class JoinTransfer(Request[dict[LinkKind, int]], frozen=True, tag=True):
+class JoinTransfer(Request[dict[LinkKind, int]], frozen=True, kw_only=True, tag=True):
     """Wait until the engines' workers have joined; the answer is how many links between two members
     carry weights in which way."""
 
+    adapters: bool = False
+
 
 class SendWeights(Request[SentWeights], frozen=True, kw_only=True, tag=True):
-    """Send all weights once; the answer has the digest of each message."""
+    """Send all weights, or all adapters, once; the answer has the digest of each message."""
 
     version: int
+    adapters: bool = False
 
 
 class Stop(Request[None], frozen=True, tag=True):

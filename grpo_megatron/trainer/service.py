@@ -1,5 +1,6 @@
 """How a trainer executes each of `requests`. Every rank executes every request."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
-from grpo_megatron.weights.gather import on_rank_0
+from grpo_megatron.weights.gather import ShardedModel, on_rank_0
+from grpo_megatron.weights.publish_plan import Kept, OpenedStream
 
 
 def _with_exact_sharing(config: RunConfig, hf: dict[str, Any]) -> RunConfig:
@@ -87,7 +89,11 @@ class TrainerService:
         if config.cold_start is not None:
             lora = None  # it trains the weights; the adapters come when it is over
         self.policy = self._build_policy(hf, lora)
-        self.model_sender = ModelSender(self.policy.sharded, config.publish, config.publish_carrier)
+        self.model_sender = ModelSender(
+            self._published_weights(), config.publish, config.publish_carrier
+        )
+        self.adapter_sender: ModelSender | None = None
+        self._make_adapter_sender()
         self.load_hf(model_path)
         if self.policy.lora is not None and self.policy.lora.path is not None:
             peft_format.import_adapters(self.policy, self.policy.lora.path)
@@ -156,16 +162,49 @@ class TrainerService:
                 return corrupt_files(directory)
             case ExportModel(directory=directory):
                 return self.export(directory)
-            case DescribeWeights():
-                return self.model_sender.tensors()
-            case OpenTransfer(kept=kept):
-                return self.model_sender.open(kept)
-            case JoinTransfer():
-                return self.model_sender.join()
-            case SendWeights(version=version):
-                return self.model_sender.send(version)
+            case DescribeWeights(adapters=adapters):
+                if adapters and self.adapter_sender is None:
+                    return []
+                return self._sender(adapters=adapters).tensors()
+            case OpenTransfer(kept=kept, adapters=adapters):
+                return self._open_transfer(kept, adapters=adapters)
+            case JoinTransfer(adapters=adapters):
+                return self._sender(adapters=adapters).join()
+            case SendWeights(version=version, adapters=adapters):
+                return self._sender(adapters=adapters).send(version)
             case Stop():  # whoever reads requests ends with this one
                 return None
+
+    def _published_weights(self) -> ShardedModel:
+        """What a publish of weights consists of: with the adapters in them, unless engines get
+        these apart."""
+        if self.config.engine_adapter:
+            return self.policy.base
+        return self.policy.sharded
+
+    def _make_adapter_sender(self) -> None:
+        """Be ready to send the policy's adapters, if there are any and engines get them apart."""
+        if self.policy.lora is None or not self.config.engine_adapter:
+            return
+        self.adapter_sender = ModelSender(
+            peft_format.adapter_model(self.policy),
+            self.config.publish,
+            self.config.publish_carrier,
+        )
+
+    def _sender(self, *, adapters: bool) -> ModelSender:
+        """What sends weights, or the policy's adapters."""
+        if not adapters:
+            return self.model_sender
+        assert self.adapter_sender is not None  # `DescribeWeights` said that there are some
+        return self.adapter_sender
+
+    def _open_transfer(self, kept: Sequence[Kept], *, adapters: bool) -> list[OpenedStream]:
+        """Plan a transfer and listen for the engines, which have one connection at a time."""
+        for sender in (self.model_sender, self.adapter_sender):
+            if sender is not None:
+                sender.close()
+        return self._sender(adapters=adapters).open(kept)
 
     def load_hf(self, directory: Path) -> None:
         """Read a Hugging Face checkpoint; a converted one, or one of a run, serves as well.
@@ -293,7 +332,8 @@ class TrainerService:
                 tensor.copy_(value)
         self.policy.optimizer.reload_model_params()
         trained.release()
-        self.model_sender.model = self.policy.sharded
+        self.model_sender.model = self._published_weights()
+        self._make_adapter_sender()
 
     def export(self, directory: Path) -> int:
         """Write the policy as a Hugging Face checkpoint, adapters merged into its weights; they

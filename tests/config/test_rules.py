@@ -98,6 +98,7 @@ BROKEN = [
         [*LORA, *GRPO_KL, "objective.reference_ema=0.9", "objective.reference_interval=5"],
     ),
     ("lora_routers", ["lora.rank=4", "routing.router_policy=none"]),
+    ("lora_publish", [*LORA, "lora.publish=adapter", "publish.method=file"]),
     ("lora_precision", ["lora.rank=4", "trainer.fp8=blockwise", "trainer.precision=bfloat16"]),
     (
         "domain_names",

@@ -46,9 +46,13 @@ async def publishing(
     layout: dict[str, Any] | None = None,
     publish: dict[str, Any] | None = None,
     temperature: float = 1.0,
+    lora: dict[str, Any] | None = None,
+    cold_start: dict[str, Any] | None = None,
 ):
     """A trainer that holds `checkpoint`, and the controller's publisher to `servers`."""
-    config = trainer_config(group.world_size, layout or {}, publish or {}, temperature)
+    config = trainer_config(
+        group.world_size, layout or {}, publish or {}, temperature, lora, cold_start
+    )
     link = GroupLink(group)
     await link.run("start", config=config, model=str(checkpoint))
     clients = [server.client() for server in servers]
@@ -60,7 +64,12 @@ async def publishing(
 
 
 def trainer_config(
-    num_ranks: int, layout: dict[str, Any], publish: dict[str, Any], temperature: float
+    num_ranks: int,
+    layout: dict[str, Any],
+    publish: dict[str, Any],
+    temperature: float,
+    lora: dict[str, Any] | None = None,
+    cold_start: dict[str, Any] | None = None,
 ) -> RunConfig:
     values = make_config(temperature=temperature).model_dump(exclude_unset=True)
     return RunConfig.model_validate(
@@ -75,6 +84,8 @@ def trainer_config(
             | layout,
             "optimizer": {"lr": 1e-2},
             "objective": {"preset": "grpo"},
+            "lora": lora,
+            "cold_start": cold_start,
             "publish": {"canary_tolerance": TOLERANCE} | publish,
         }
     )

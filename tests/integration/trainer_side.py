@@ -53,7 +53,10 @@ def reply(values: dict[str, Any]) -> dict[str, Any]:
 
 def flip_a_bit(rank: int) -> None:
     """The next message of `rank` changes after its digests were taken."""
-    for mine in _service.model_sender.senders[:1]:
+    sender = _service.model_sender
+    if _service.adapter_sender is not None:
+        sender = _service.adapter_sender
+    for mine in sender.senders[:1]:
         if dist.get_rank() == rank:
             mine._pack = _corrupting_once(mine, mine._pack)
 

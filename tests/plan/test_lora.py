@@ -6,12 +6,13 @@ import pytest
 
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.lora import linear_layers
+from grpo_megatron.plan.lora import linear_layers, max_lora_rank
 from grpo_megatron.plan.memory import plan_of
 from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.plan.resolve import resolve
 
 DEMO = "demo/gspo-moe-cpu"
+SLOTS = ['lora.targets=["self_attn"]', "lora.publish=adapter"]
 
 
 def test_linear_layers_of_a_mixture():
@@ -40,6 +41,12 @@ def test_no_router_and_no_norm_is_a_linear_layer(name):
         (['lora.targets=["qproj"]'], ["qproj", "q_proj"]),
         (['lora.targets=["mlp.gate_proj"]'], ["names no linear layer"]),
         (["lora.experts=shared", 'lora.targets=["q_proj"]'], ["names no routed experts"]),
+        (
+            ["lora.publish=adapter"],
+            ["lora.publish", "routed experts", "merged", "self_attn.o_proj"],
+        ),
+        ([*SLOTS, "lora.rank=513"], ["lora.rank", "512"]),
+        ([*SLOTS, "publish.method=file"], ["publish.method", "auto"]),
     ],
 )
 def test_refusals(overrides, words):
@@ -65,3 +72,38 @@ def test_a_cold_start_needs_what_weights_do():
 
 def test_adapters_for_everything():
     assert resolve(DEMO, ["lora.rank=4"]).config.lora is not None
+
+
+def test_latent_attention_has_no_slots():
+    with pytest.raises(ConfigError, match="latent attention"):
+        resolve(DEMO, ["model.preset=moonlight-16b-a3b", "lora.rank=4", *SLOTS])
+
+
+@pytest.mark.parametrize(
+    ("rank", "slots"), [(1, 1), (2, 8), (8, 8), (9, 16), (300, 320), (512, 512)]
+)
+def test_slots_are_the_narrowest_that_vllm_has(rank, slots):
+    assert max_lora_rank(rank) == slots
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_slots_of_an_engine_are_counted(tp):
+    """q alone is a target, and with it all of qkv_proj has slots; hidden 128, 4 heads and 2
+    groups of 32, 4 layers, float32."""
+    overrides = ["lora.rank=3", 'lora.targets=["q_proj", "o_proj"]', "lora.publish=adapter"]
+    config = resolve(DEMO, [*overrides, f"rollout.tensor_parallel_size={tp}"]).config
+    hf = load_preset("tiny-qwen3-moe").hf
+    hidden, width = hf["hidden_size"], hf["head_dim"]
+    query = width * hf["num_attention_heads"]
+    key = width * hf["num_key_value_heads"]
+    qkv = 3 * hidden + (query + 2 * key) // tp
+    output = query // tp + hidden
+    adapter = 3 * (hidden + query + query + hidden)
+    expected = 4 * hf["num_hidden_layers"] * (8 * (qkv + output) + 2 * adapter)
+    plan = plan_of(config)
+    assert plan.engine["adapters"] == expected
+    merged = plan_of(
+        config.model_copy(update={"lora": config.lora.model_copy(update={"publish": "merged"})})
+    )
+    assert "adapters" not in merged.engine
+    assert plan.publish.worker_bytes < merged.publish.worker_bytes

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rollout.client import EngineClient
@@ -170,8 +171,10 @@ class Server:
     token: str
 
     @classmethod
-    def start(cls, name: str, checkpoint: Path, directory: Path, **rollout) -> Server:
-        config = make_config(**rollout)
+    def start(
+        cls, name: str, checkpoint: Path, directory: Path, lora: LoraConfig | None = None, **rollout
+    ) -> Server:
+        config = make_config(**rollout).model_copy(update={"lora": lora})
         token = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -190,7 +193,13 @@ class Server:
 
     def client(self) -> EngineClient:
         url = f"http://127.0.0.1:{self.port}"
-        return EngineClient(url, name=self.name, request_timeout_s=300, token=self.token)
+        return EngineClient(
+            url,
+            name=self.name,
+            request_timeout_s=300,
+            token=self.token,
+            adapter=self.config.engine_adapter,
+        )
 
     def wait(self) -> None:
         async def ready() -> None:

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.presets import load_preset
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout import replica
 from grpo_megatron.rollout.plugin import engine_token
@@ -178,3 +180,20 @@ def test_plugins_of_the_user_are_kept(monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS")
     _, environment = command(monkeypatch, True)
     assert environment["VLLM_PLUGINS"] == "grpo_megatron"
+
+
+def test_a_server_with_slots_for_the_policys_adapter(monkeypatch, tmp_path):
+    """Slots of the next rank that vLLM has, beside the layers that have targets."""
+    monkeypatch.setattr(replica, "is_cpu_engine", lambda: True)
+    hf = load_preset("tiny-qwen3-moe").hf | {"vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    lora = LoraConfig(rank=9, targets=("self_attn",), publish="adapter")
+    config = make_config().model_copy(update={"lora": lora})
+    argv, _ = replica.serve_command(config, str(tmp_path), 0, 8000, token=TOKEN)
+    assert argv[argv.index("--max-lora-rank") + 1] == "16"
+    assert argv[argv.index("--lora-modules") + 1] == "policy=grpo_megatron:published"
+    first = argv.index("--lora-target-modules") + 1
+    assert argv[first : first + 4] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    merged = config.model_copy(update={"lora": lora.model_copy(update={"publish": "merged"})})
+    argv, _ = replica.serve_command(merged, str(tmp_path), 0, 8000, token=TOKEN)
+    assert "--enable-lora" not in argv

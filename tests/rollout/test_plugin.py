@@ -6,6 +6,7 @@ A failing `test_upstream_…` means that this vLLM no longer needs the fix: remo
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from grpo_megatron.rollout.plugin import (
     cpu_fork_start,
     cpu_latent_attention,
     cpu_latent_norm,
+    cpu_moe_beside_adapters,
     cpu_moe_update,
     cpu_rotary_embedding,
     cpu_routed_experts,
@@ -246,3 +248,34 @@ def test_norms_of_sizes_that_the_kernel_does_not_take(monkeypatch, vllm_config):
         norm, x = RMSNorm(size), torch.randn(5, size)
         expected = torch.nn.functional.rms_norm(x, (size,), norm.weight, norm.variance_epsilon)
         assert float((norm.forward_cpu(x) - expected).detach().abs().max()) < 1e-6
+
+
+def _backend_with_adapters() -> str:
+    """Which backend computes experts where LoRA is on."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as module
+
+    chosen = []
+
+    def choose(config: SimpleNamespace) -> str:
+        chosen.append(config.is_lora_enabled)
+        return "triton" if config.is_lora_enabled else "cpu"
+
+    original = module.select_unquantized_moe_backend
+    module.select_unquantized_moe_backend = choose
+    try:
+        cpu_moe_beside_adapters.apply()
+        return module.select_unquantized_moe_backend(SimpleNamespace(is_lora_enabled=True))
+    finally:
+        module.select_unquantized_moe_backend = original
+
+
+def test_upstream_experts_are_tritons_where_lora_is_on():
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    source = inspect.getsource(unquantized.select_unquantized_moe_backend)
+    assert "if moe_config.is_lora_enabled:" in source
+    assert "UnquantizedMoeBackend.TRITON" in source
+
+
+def test_experts_keep_their_kernel_where_lora_is_on():
+    assert _backend_with_adapters() == "cpu"

@@ -59,6 +59,20 @@ def routers_are_frozen(run: RunConfig) -> Violation | None:
     )
 
 
+@LORA_RUN_RULES.rule("lora_publish")
+def adapters_go_through_memory(run: RunConfig) -> Violation | None:
+    """Refuse adapters for engines where a publish is an exported checkpoint."""
+    if not run.engine_adapter or run.publish.method != "file":
+        return None
+    return Violation(
+        "publish.method",
+        "a publish by files is a whole checkpoint, and with lora.publish = 'adapter' engines get "
+        "adapters alone",
+        nearest=("auto", "gloo"),
+        related=("lora.publish",),
+    )
+
+
 @LORA_RUN_RULES.rule("lora_precision")
 def adapters_have_no_fp8(run: RunConfig) -> Violation | None:
     """Refuse FP8: the engine gets weights with adapters in them, which FP8 rounds otherwise."""

@@ -11,6 +11,7 @@ from grpo_megatron.errors import SetupError
 
 TESTED = "0.32."
 _FIXES: tuple[str, ...] = (
+    "adapter_slot",
     "cached_prompt_tokens",
     "data_parallel_answers",
     "engine_orphans",
@@ -22,6 +23,7 @@ _CPU_FIXES: tuple[str, ...] = (
     "cpu_expert_map",
     "cpu_latent_attention",
     "cpu_latent_norm",
+    "cpu_moe_beside_adapters",
     "cpu_moe_update",
     "cpu_rotary_embedding",
     "cpu_routed_experts",

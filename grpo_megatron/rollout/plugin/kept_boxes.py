@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from grpo_megatron.rollout.plugin.adapter_slot import without_wrappers
 from grpo_megatron.rollout.plugin.checkpoint_tensor import (
     CheckpointTensor,
     NeedsNumbersError,
@@ -65,7 +66,7 @@ def record_kept_boxes(
     while True:
         source = RecordingSource()
         try:
-            with _parameters_on_meta(model):
+            with without_wrappers(model), _parameters_on_meta(model):
                 model.load_weights(_stand_ins(tensors, source, whole))  # type: ignore[operator]
         except NeedsNumbersError as error:
             whole[error.name] = str(error)

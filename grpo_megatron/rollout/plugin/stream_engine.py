@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from vllm.distributed.weight_transfer import base
 
 from grpo_megatron.errors import MismatchError, TransferError
 from grpo_megatron.network import own_address
+from grpo_megatron.rollout.plugin import adapter_slot
 from grpo_megatron.rollout.plugin.received_parts import TensorParts, loadable
+from grpo_megatron.weights.boxes import whole_box
 from grpo_megatron.weights.publish_plan import OpenedStream
 from grpo_megatron.weights.transfer import StreamReceiver
 
@@ -22,6 +25,7 @@ class StreamInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]  # of a
     streams: list[Any]  # (number, `OpenedStream`) of each worker of this replica, as JSON values
     first_worker: int  # number of this replica's first worker, counted over all replicas
     timeout_s: float
+    adapter: dict[str, float] | None = None  # of an adapter: its rank and scale; None: of weights
 
 
 @dataclass
@@ -43,6 +47,8 @@ class StreamWeightTransferEngine(
         super().__init__(*args, **kwargs)
         self.failure = ""  # of the transfer, see `_noting`
         self.receiver: StreamReceiver | None = None
+        self.adapter: dict[str, float] | None = None  # of `StreamInitInfo`
+        self._received: dict[str, torch.Tensor] = {}  # of an adapter
 
     def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
         """Join this worker's stream; what goes wrong is in `failure`."""
@@ -51,6 +57,7 @@ class StreamWeightTransferEngine(
         number, values = init_info.streams[worker]
         opened = msgspec.convert(values, OpenedStream)
         self.receiver = None
+        self.adapter = init_info.adapter
         self.failure = ""
         with self._noting():
             self.receiver = StreamReceiver(
@@ -65,7 +72,9 @@ class StreamWeightTransferEngine(
             )
 
     def start_weight_update(self) -> None:
-        """Let the model's layers wait for weights of a new publish."""
+        """Let the model's layers wait for weights of a new publish; an adapter leaves them."""
+        if self.adapter is not None:
+            return
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -75,11 +84,31 @@ class StreamWeightTransferEngine(
         with self._noting():
             if self.receiver is None:
                 raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
-            self.receiver.receive(update_info.publish, self.load)
+            if self.adapter is None:
+                self.receiver.receive(update_info.publish, self.load)
+            else:
+                self._receive_adapter(self.receiver, update_info.publish, self.adapter)
 
     def load(self, tensors: TensorParts) -> None:
         """Have the model take the parts of a bucket."""
-        self.model.load_weights(loadable(tensors))
+        with adapter_slot.without_wrappers(self.model):
+            self.model.load_weights(loadable(tensors))
+
+    def _receive_adapter(
+        self, receiver: StreamReceiver, publish: int, adapter: dict[str, float]
+    ) -> None:
+        """Take all of an adapter; it replaces the one before when the update is finished."""
+        self._received = {}
+        receiver.receive(publish, self._keep)
+        received = self._received
+        self._received = {}
+        published = adapter_slot.PublishedAdapter(received, int(adapter["rank"]), adapter["scale"])
+        adapter_slot.take(self.model, published)
+
+    def _keep(self, tensors: TensorParts) -> None:
+        """Copy the tensors of a bucket out of its messages."""
+        for tensor, parts in tensors:
+            self._received[tensor.name] = parts[whole_box(tensor.shape)].clone()
 
     def report(self) -> dict[str, Any]:
         """Tell what came of the last publish.
@@ -105,6 +134,8 @@ class StreamWeightTransferEngine(
 
     def finish_weight_update(self) -> None:
         """Process the layers that are not finished by their last tensor."""
+        if self.adapter is not None:
+            return
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from grpo_megatron.rollout.plugin import adapter_slot
 from grpo_megatron.rollout.plugin.kept_boxes import record_kept_boxes
 from grpo_megatron.weights.tensor_entry import TensorEntry
 
@@ -28,6 +29,17 @@ class WorkerExtension:
         entries = msgspec.convert(tensors, list[TensorEntry])
         boxes, whole = record_kept_boxes(self.weight_transfer_engine.model, entries)
         return {"boxes": msgspec.to_builtins(boxes), "whole": whole}
+
+    def adapter_refusals(self, tensors: list[Any]) -> dict[str, str]:
+        """Tell which tensors of an adapter this worker cannot take, and why, by name.
+
+        tensors: `TensorEntry` as JSON values."""
+        entries = msgspec.convert(tensors, list[TensorEntry])
+        return adapter_slot.refusals(self.weight_transfer_engine.model, entries)
+
+    def adapter_checksums(self) -> dict[str, str]:
+        """Tell the digests of what the layers compute of the adapter, by layer."""
+        return adapter_slot.checksums(self.weight_transfer_engine.model)
 
     def reload_from_path(self, path: str) -> None:
         """Load the Hugging Face checkpoint directory `path` in place.

@@ -64,6 +64,12 @@ class Policy:
             list(local_shards(self.chunks, self.config.num_moe_experts or 0)),
         )
 
+    @cached_property
+    def base(self) -> ShardedModel:
+        """All weights as they are without adapters, under global names."""
+        shards = [replace(shard, addend=None) for shard in self.sharded.shards]
+        return ShardedModel(self.sharded.map, shards)
+
     @property
     def adapters(self) -> list[Adapter]:
         """The adapters on this rank; none where the weights are trained."""
