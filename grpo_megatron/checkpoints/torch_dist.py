@@ -23,7 +23,7 @@ from grpo_megatron.checkpoints import durable, hf_import, shard_files
 from grpo_megatron.checkpoints.plain_pickles import plain_data_only, refusals_named
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.weights.low_rank import low_rank_product, merged
+from grpo_megatron.weights.low_rank import addend_of_dora, low_rank_product, merged, row_norms
 from grpo_megatron.weights.parameters import (
     ADAPTERS,
     CARRIED,
@@ -142,11 +142,22 @@ class MegatronSource:
         """Merge the adapter of a linear layer into its weight, where it has one."""
         module = name.removesuffix(".weight")
         for known in (module, without_expert(module)):
-            factors = [f"{ADAPTERS}{known}.{factor}.weight" for factor in ("lora_A", "lora_B")]
-            if factors[0] in self._adapters:
-                a, b = (self._region(_whole_piece(key, self.stored[key])) for key in factors)
-                return merged(weight, low_rank_product(a, b, self._scale))
+            prefix = f"{ADAPTERS}{known}."
+            if f"{prefix}lora_A.weight" not in self._adapters:
+                continue
+            a = self._whole(f"{prefix}lora_A.weight")
+            b = self._whole(f"{prefix}lora_B.weight")
+            product = low_rank_product(a, b, self._scale)
+            if f"{prefix}lora_magnitude_vector" not in self._adapters:
+                return merged(weight, product)
+            magnitude = self._whole(f"{prefix}lora_magnitude_vector")
+            norms = row_norms(weight, product)
+            return merged(weight, addend_of_dora(weight, product, magnitude, norms))
         return weight
+
+    def _whole(self, key: str) -> torch.Tensor:
+        """Read a global tensor."""
+        return self._region(_whole_piece(key, self.stored[key]))
 
     def prefetch(self, parameter: Parameter) -> None:
         """Let the disk read a parameter before `tensors` asks for it."""

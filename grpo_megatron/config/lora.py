@@ -23,6 +23,9 @@ class LoraConfig(Strict):
     """The scale is alpha / rank; default: twice the rank, a scale of 2."""
     rank_stabilised: bool = False
     """The scale is alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
+    dora: bool = False
+    """The adapted weight is divided by the norms of its rows and multiplied by a magnitude for each
+    of them, which is trained as well (DoRA, arXiv:2402.09353)."""
     targets: tuple[str, ...] = Field((ALL_LINEAR,), min_length=1)
     """Linear layers that get an adapter, by their names in Hugging Face's checkpoint: `q_proj`,
     `down_proj`; `experts`, `self_attn` for all below; `experts.down_proj` for some; `all-linear`

@@ -178,15 +178,20 @@ def _kept(s: Sizes, is_moe: bool) -> int:
 
 
 def _kept_of_adapters(s: Sizes, is_moe: bool) -> int:
-    """Bytes of what lies between A and B of a layer's adapters; their inputs are those of the
-    layer, which keeps nothing else where its weights are frozen."""
+    """Bytes of what lies between A and B of a layer's adapters, and with DoRA of the outputs before
+    they are multiplied; the adapters' inputs are those of the layer, which keeps nothing else where
+    its weights are frozen."""
     rows_of = {s.attention: "tokens", "mlp": "tokens"}
     if is_moe:
         rows_of = {s.attention: "tokens", "expert": "rows", "shared": "tokens"}
     total = 0
     for part, rows in rows_of.items():
         for adapter in adapters_of_part(s, part):
-            total += s.symbols[rows] * adapter.rank * s.symbols["element"]
+            outputs = rows
+            if rows == "tokens" and adapter.split == "columns":
+                outputs = "own"  # the layer's outputs are reduced to sequence parts
+            kept = s.symbols[rows] * adapter.rank + s.symbols[outputs] * adapter.num_magnitudes
+            total += kept * s.symbols["element"]
     return total
 
 

@@ -193,6 +193,8 @@ class _Rank:
                 brings_together = (adapter.split == "rows") != backward
                 if adapter.split == "none":
                     continue
+                if adapter.split == "columns" and not backward:  # the norms of its rows
+                    found["all-reduce", "tp", "float32"] += 4 * adapter.num_magnitudes
                 if self.splits_sequences and brings_together:
                     found["all-gather", "tp", self.dtype] += size
                 elif self.splits_sequences:

@@ -161,11 +161,19 @@ class PlannedAdapter:
     rank: int
     num_inputs: int
     num_outputs: int
+    has_magnitude: bool = False  # of DoRA
+
+    @property
+    def num_magnitudes(self) -> int:
+        """Elements of the magnitude."""
+        return self.num_outputs * self.has_magnitude
 
     def num_whole(self, *, is_split: bool) -> int:
-        """Elements of A and B that every tensor rank has. is_split: several share the layer."""
+        """Elements of A, B and the magnitude that every tensor rank has.
+
+        is_split: several ranks share the layer."""
         of_a = self.rank * self.num_inputs
-        of_b = self.rank * self.num_outputs
+        of_b = self.rank * self.num_outputs + self.num_magnitudes
         if is_split and self.split == "rows":
             return of_a
         if is_split and self.split == "columns":
@@ -173,11 +181,14 @@ class PlannedAdapter:
         return of_a + of_b
 
     def weights(self, kind: str) -> list[Weight]:
-        """Return A and B."""
-        return [
+        """Return A, B and, with DoRA, the magnitude."""
+        found = [
             Weight(self.rank * self.num_inputs, kind),
             Weight(self.num_outputs * self.rank, kind),
         ]
+        if self.has_magnitude:
+            found.append(Weight(self.num_magnitudes, kind))
+        return found
 
 
 def adapters_of_part(s: Sizes, part: str) -> list[PlannedAdapter]:
@@ -199,7 +210,9 @@ def adapters_of_part(s: Sizes, part: str) -> list[PlannedAdapter]:
             if num_inputs and num_outputs and is_target(module, s.lora.targets):
                 split = _split_of(form["layer"])
                 found.append(
-                    PlannedAdapter(form["after"], split, s.lora.rank, num_inputs, num_outputs)
+                    PlannedAdapter(
+                        form["after"], split, s.lora.rank, num_inputs, num_outputs, s.lora.dora
+                    )
                 )
     return found
 

@@ -95,6 +95,7 @@ class TrainerService:
         self.adapter_sender: ModelSender | None = None
         self._make_adapter_sender()
         self.load_hf(model_path)
+        self.policy.begin_magnitudes()
         if self.policy.lora is not None and self.policy.lora.path is not None:
             peft_format.import_adapters(self.policy, self.policy.lora.path)
             self.policy.optimizer.reload_model_params()
@@ -330,7 +331,7 @@ class TrainerService:
         with torch.no_grad():
             for tensor, value in zip(base_tensors(self.policy), base_tensors(trained), strict=True):
                 tensor.copy_(value)
-        self.policy.optimizer.reload_model_params()
+        self.policy.begin_magnitudes()
         trained.release()
         self.model_sender.model = self._published_weights()
         self._make_adapter_sender()
@@ -445,6 +446,8 @@ class TrainerService:
             wanted = self.config.lora.identity()
         if saved is None and self.policy.lora is None:
             return
+        if saved is not None:  # by an earlier release, without the settings that are new
+            saved = LoraConfig.model_validate(saved).identity()
         if saved != wanted:
             raise CheckpointError(
                 f"the checkpoint has {saved or 'no adapters'}, the recipe's [lora] is {wanted}",

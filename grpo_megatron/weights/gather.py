@@ -23,7 +23,8 @@ class Shard:
     """One local weight: `tensor` is part `rank` of `size` along `dim` (None: whole).
 
     What is given away is `tensor` plus `addend()`, fp32 of the same shape, if there is one: what
-    adapters add to a weight that is kept as it is."""
+    adapters add to a weight that is kept as it is. `prepare` comes before, on all ranks that share
+    the weight: it may exchange with them what `addend` needs."""
 
     name: str
     tensor: torch.Tensor
@@ -32,10 +33,13 @@ class Shard:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     addend: Callable[[], torch.Tensor] | None = None
+    prepare: Callable[[], None] | None = None
 
     @torch.no_grad()
     def value(self) -> torch.Tensor:
-        """Return what is given away: the tensor itself, or a new one, rounded once."""
+        """Return what is given away: the tensor itself, or a new one, rounded once.
+
+        After `prepare` (see `ShardedModel.prepare`)."""
         if self.addend is None:
             return self.tensor.detach()
         return merged(self.tensor, self.addend())
@@ -102,6 +106,13 @@ class ShardedModel:
             entries.append(GatherEntry(parameter, dtype, tuple(ranks)))
         return entries
 
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Let the values of all shards be those of the present weights. Collective."""
+        for shard in self.shards:
+            if shard.prepare is not None:
+                shard.prepare()
+
     def held_boxes(self) -> list[HeldBox]:
         """Say which parts of which Hugging Face tensors are on this rank.
 
@@ -133,6 +144,7 @@ class ShardedModel:
         """Yield (Hugging Face name, full tensor) on the receiver (a global rank) of each entry.
 
         Collective: every rank must exhaust the iterator."""
+        self.prepare()
         local = {shard.name: shard for shard in self.shards}
         rank = dist.get_rank()
         for entry, receiver in zip(entries, receivers, strict=True):
@@ -161,9 +173,10 @@ class PieceReader:
     """Gives parts of Hugging Face tensors that are on this rank, as the weights are now.
 
     Made anew for each pass over the weights: where rows of several tensors are interleaved in one
-    weight, it keeps a copy of the last one that was asked for."""
+    weight, it keeps a copy of the last one that was asked for. To make one is collective."""
 
     def __init__(self, model: ShardedModel):
+        model.prepare()
         self._model = model
         self._shards: dict[str, Shard] = {}
         for shard in model.shards:

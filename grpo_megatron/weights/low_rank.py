@@ -13,3 +13,21 @@ def merged(weight: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
 
     The weight stays as it is, so that merging again and again cannot drift."""
     return (weight.detach().float() + addend).to(weight.dtype)
+
+
+def row_norms(weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    """Return `||W + scale B A||` of each whole row: fp32 [out], rounded as the weight is, for so is
+    the magnitude that begins as it. product: of `low_rank_product`."""
+    norms: torch.Tensor = torch.linalg.vector_norm(weight.detach().float() + product, dim=1)
+    return norms.to(weight.dtype).float()
+
+
+def addend_of_dora(
+    weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor, norms: torch.Tensor
+) -> torch.Tensor:
+    """Return what DoRA (arXiv:2402.09353) adds to a weight: fp32 [out, in].
+
+    magnitude, norms: [out], see `row_norms`; of the weight there may be some columns only."""
+    base = weight.detach().float()
+    factors = magnitude.detach().float() / norms
+    return (base + product) * factors[:, None] - base

@@ -154,7 +154,7 @@ class Parameter:
             raise ValueError(
                 f"{self.name!r} has {self.groups} query groups, which {size} parts cannot share"
             )
-        tensors = self._local_tensors(part, dim, size)
+        tensors = self.local_tensors(part, dim, size)
         held = []
         for (name, shape), tensor in zip(self.hf, tensors, strict=True):
             start = [0] * len(shape)
@@ -168,8 +168,11 @@ class Parameter:
             held.append(HeldTensor(name, shape, Box(tuple(start), tuple(tensor.shape)), tensor))
         return held
 
-    def _local_tensors(self, part: torch.Tensor, dim: int | None, size: int) -> list[torch.Tensor]:
-        """The rows of each Hugging Face tensor in a part; views, but where rows are interleaved."""
+    def local_tensors(
+        self, part: torch.Tensor, dim: int | None = None, size: int = 1
+    ) -> list[torch.Tensor]:
+        """Return the rows of each Hugging Face tensor in a part, as `held_by` takes it; they are
+        views, but where rows are interleaved."""
         if len(self.hf) == 1:
             return [part]
         num_parts = 1

@@ -34,3 +34,14 @@ def test_scale(settings, scale):
 )
 def test_targets(module, target, wanted):
     assert is_target(module, (target,)) == wanted
+
+
+def test_a_checkpoint_from_before_dora_has_none():
+    saved = LoraConfig(rank=4).identity()
+    del saved["dora"]
+    assert LoraConfig.model_validate(saved).identity() == LoraConfig(rank=4).identity()
+
+
+def test_how_engines_get_adapters_is_no_part_of_a_checkpoint():
+    merged = LoraConfig(rank=4, publish="merged")
+    assert merged.identity() == LoraConfig(rank=4, publish="adapter").identity()

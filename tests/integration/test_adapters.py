@@ -161,6 +161,33 @@ def test_an_engine_that_comes_back_gets_weights_and_adapter(
     asyncio.run(run())
 
 
+def test_magnitudes_of_dora_are_published_in_the_weights(
+    slots, checkpoints, world2, training_samples, tmp_path
+):
+    """Tensor ranks compute the norms of rows together, then each sends what it is asked for."""
+
+    async def run():
+        async with publishing(
+            world2,
+            checkpoints.moe,
+            [slots["moe"], slots["moe_tp2"]],
+            tmp_path,
+            layout={"tensor_parallel_size": 2},
+            lora={"rank": 3, "dora": True},
+        ) as (publisher, trainer, clients):
+            for client in clients:
+                client.adapter = ""
+            await publisher.publish(1)
+            await assert_agree(publisher)
+            for step in range(2):
+                await trainer.call(train_request(training_samples, step, num_updates=2))
+            await assert_differ(publisher)
+            await publisher.publish(2)
+            await assert_agree(publisher)
+
+    asyncio.run(run())
+
+
 def test_a_cold_start_publishes_its_weights_and_then_adapters_begin(
     slots, checkpoints, world1, training_samples, tmp_path
 ):

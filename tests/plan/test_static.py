@@ -185,6 +185,11 @@ def test_static_bytes_of_every_model_and_layout(world1, name):
             {"num_ranks": 4, "expert_parallel_size": 2},
             {"rank": 3, "experts": "shared"},
         ),
+        (
+            "tiny-qwen3-moe",
+            {"num_ranks": 4, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+            {"rank": 3, "dora": True},
+        ),
         pytest.param(
             "qwen2.5-0.5b",
             {"num_ranks": 2},
@@ -198,7 +203,7 @@ def test_static_bytes_of_every_model_and_layout(world1, name):
             marks=pytest.mark.matrix,
         ),
     ],
-    ids=["each", "shared", "some", "latent"],
+    ids=["each", "shared", "dora", "some", "latent"],
 )
 def test_adapters_are_all_that_is_trained(world1, name, layout, lora):
     compare(world1, name, layout, limit=1, lora=lora)

@@ -42,16 +42,21 @@ from tests.trainer.trainer_ranks import OPTIMIZER, Setup
 
 
 def draw_adapters(setup: Setup) -> None:
-    """Give every B numbers that depend on its name alone, as if it had been trained."""
+    """Give every B, and every magnitude, numbers that depend on its name alone, as if it had been
+    trained."""
+    setup.policy.begin_magnitudes()
     for shard in adapter_model(setup.policy).shards:
-        if ".lora_B." not in shard.name:
+        if ".lora_A." in shard.name:
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
         whole = 0.1 * torch.randn(shard.full_shape, generator=generator)
         part = whole
         if shard.dim is not None:
             part = whole.chunk(shard.size, shard.dim)[shard.rank]
-        shard.tensor.data.copy_(part)
+        if ".lora_B." in shard.name:
+            shard.tensor.data.copy_(part)
+        else:
+            shard.tensor.data.mul_(1 + part)
     setup.policy.optimizer.reload_model_params()
 
 
@@ -107,11 +112,13 @@ def merged_logprobs(
     def logprobs() -> list[np.ndarray]:
         return [output[0].numpy().copy() for output in logprob_pass(setup.policy, batch)]
 
+    setup.policy.begin_magnitudes()
     fresh = logprobs()
     draw_adapters(setup)
     adapted = logprobs()
     with setup.policy.without_adapters():
         off = logprobs()
+    setup.policy.sharded.prepare()
     merged = [shard.value().clone() for shard in setup.shards]
     for shard, value in zip(setup.shards, merged, strict=True):
         shard.tensor.data.copy_(value)
@@ -119,6 +126,26 @@ def merged_logprobs(
         of_merged = logprobs()
     dist.barrier()
     return {"fresh": fresh, "adapted": adapted, "off": off, "merged": of_merged}
+
+
+def merged_weights(
+    model: str, layout: dict[str, Any], lora: dict[str, Any]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Whole weights without adapters, the adapters, and weights with them; on rank 0."""
+    setup = Setup(model, layout, lora=LoraConfig(**lora))
+    draw_adapters(setup)
+    return {
+        "base": gathered_weights(setup.policy.base),
+        "adapters": gathered(setup, adapter_model(setup.policy).shards),
+        "merged": gathered_weights(setup.policy.sharded),
+    }
+
+
+def gathered_weights(model: ShardedModel) -> dict[str, np.ndarray]:
+    found = {}
+    for name, tensor in model.stream(model.entries, [0] * len(model.entries)):
+        found[name] = tensor.float().cpu().numpy().copy()
+    return found
 
 
 def service_run(
@@ -144,11 +171,30 @@ def service_run(
     first = _timeless(trainer_side.execute(training))
     trainer_side.execute(SaveCheckpoint(directory=checkpoint, state={"step": 1}))
     trainer_side.execute(ExportModel(Path(root) / "export"))
-    expected = _timeless(trainer_side.execute(training))
+    second = trainer_side.execute(training)
+    expected = _timeless(second)
     trainer_side.start(config, model)
     state = trainer_side.execute(LoadCheckpoint(checkpoint))
     found = _timeless(trainer_side.execute(training))
-    return {"first": first, "expected": expected, "found": found, "state": state}
+    return {
+        "first": first,
+        "expected": expected,
+        "found": found,
+        "state": state,
+        "losses": second.losses,
+        "norms": second.grad_norms,
+    }
+
+
+def resumed(
+    model: str, samples: str, layout: dict[str, Any], lora: dict[str, Any], checkpoint: str
+) -> dict[str, list[float]]:
+    """Train on from a checkpoint of any layout."""
+    trainer_side.start(service_config(layout, lora), model)
+    trainer_side.execute(LoadCheckpoint(Path(checkpoint)))
+    training = Train(directory=Path(samples), first_update=0, num_updates=9, state={})
+    report = trainer_side.execute(training)
+    return {"losses": report.losses, "norms": report.grad_norms}
 
 
 def _timeless(report: TrainReport) -> dict[str, float]:

@@ -15,11 +15,17 @@ pytestmark = pytest.mark.matrix
 CASES = "tests.trainer.lora_ranks:"
 CONVERT = "tests.checkpoints.checkpoint_ranks:convert"
 LORA = {"rank": 2, "targets": ["q_proj", "o_proj", "experts"]}
+DORA = {**LORA, "dora": True}
 EP2 = {"num_ranks": 2, **LAYOUTS_2["ep2"]}
 
 
+@pytest.fixture(scope="module", params=[LORA, DORA], ids=["lora", "dora"])
+def settings(request) -> dict:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def run(world2, moe_model, three_updates, tmp_path_factory):
+def run(world2, moe_model, three_updates, tmp_path_factory, settings):
     """A run at expert parallelism, and the directory of its files."""
     root = tmp_path_factory.mktemp("lora")
     found = world2.run(
@@ -28,7 +34,7 @@ def run(world2, moe_model, three_updates, tmp_path_factory):
         samples=three_updates,
         layout=EP2,
         root=str(root),
-        lora=LORA,
+        lora=settings,
     )
     return root, found
 
@@ -68,13 +74,15 @@ def test_weights_without_an_adapter_are_as_they_were(run, moe_model):
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
-def test_adapters_are_read_and_written_bit_for_bit(run, world2, moe_model, tmp_path, layout):
+def test_adapters_are_read_and_written_bit_for_bit(
+    run, world2, moe_model, tmp_path, layout, settings
+):
     root, _ = run
     world2.run(
         CASES + "write_again",
         model=moe_model,
         layout=LAYOUTS_2[layout],
-        lora=LORA,
+        lora=settings,
         adapter=str(root / "adapter"),
         target=str(tmp_path / "again"),
     )
@@ -82,21 +90,34 @@ def test_adapters_are_read_and_written_bit_for_bit(run, world2, moe_model, tmp_p
     assert (tmp_path / "again" / name).read_bytes() == (root / "adapter" / name).read_bytes()
 
 
-def test_adapters_of_another_rank_are_refused(run, world1, moe_model, three_updates):
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"rank": 3}, "r of adapter_config.json is 2, and [lora] needs 3"),
+        ({"dora": None}, "use_dora of adapter_config.json is "),
+    ],
+)
+def test_other_adapters_are_refused(run, world1, moe_model, three_updates, settings, other, words):
     root, _ = run
+    if "dora" in other:
+        other = {"dora": not settings.get("dora", False)}
     found = world1.run(
         CASES + "import_again",
         model=moe_model,
         samples=three_updates,
         layout={},
-        lora={**LORA, "rank": 3},
+        lora={**settings, **other},
         adapter=str(root / "adapter"),
     )
-    assert "r of adapter_config.json is 2, and [lora] needs 3" in found["error"]
+    assert words in found["error"]
 
 
-def test_adapters_that_experts_share_are_written_for_each(run, world2, moe_model, tmp_path):
+def test_adapters_that_experts_share_are_written_for_each(
+    run, world2, moe_model, tmp_path, settings
+):
     root, _ = run
+    if settings is DORA:
+        pytest.skip("with DoRA experts share nothing")
     source = tmp_path / "adapter"
     source.mkdir()
     tensors = load_file(root / "adapter" / "adapter_model.safetensors")
@@ -124,26 +145,29 @@ def test_adapters_that_experts_share_are_written_for_each(run, world2, moe_model
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-def test_adapters_begin_after_a_cold_start(world2, moe_model, three_updates, tmp_path, interval):
+def test_adapters_begin_after_a_cold_start(
+    world2, moe_model, three_updates, tmp_path, interval, settings
+):
     found = world2.run(
         CASES + "service_run",
         model=moe_model,
         samples=three_updates,
         layout={"num_ranks": 2, **LAYOUTS_2["tp2_sp"]},
         root=str(tmp_path),
-        lora=LORA,
+        lora=settings,
         cold_start=True,
         reference_interval=interval,
     )
     assert found["found"] == found["expected"]
 
 
-def test_peft_computes_what_the_trainer_does(world2, dense_model, three_updates, tmp_path):
+@pytest.mark.parametrize("dora", [False, True])
+def test_peft_computes_what_the_trainer_does(world2, dense_model, three_updates, tmp_path, dora):
     """Skipped where PEFT is not installed. Experts of transformers are no linear layers of PEFT."""
     peft = pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    lora = {"rank": 2, "rank_stabilised": True}
+    lora = {"rank": 2, "rank_stabilised": True, "dora": dora}
     world2.run(
         CASES + "service_run",
         model=dense_model,
@@ -166,6 +190,7 @@ def test_peft_computes_what_the_trainer_does(world2, dense_model, three_updates,
     ours = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     theirs = load_file(saved)
     assert ours.keys() == theirs.keys()
+    assert any("lora_magnitude_vector" in name for name in ours) == dora
     for name, tensor in ours.items():
         np.testing.assert_array_equal(theirs[name], tensor)
     world2.run(
@@ -176,3 +201,22 @@ def test_peft_computes_what_the_trainer_does(world2, dense_model, three_updates,
         adapter=str(saved.parent),
         target=str(tmp_path / "again"),
     )
+
+
+def test_a_checkpoint_of_dora_goes_on_at_another_layout(
+    world1, world2, moe_model, three_updates, tmp_path
+):
+    """Magnitudes that two tensor ranks saved, read by one."""
+    arguments = {"model": moe_model, "samples": three_updates, "root": str(tmp_path), "lora": DORA}
+    layout = {"num_ranks": 2, **LAYOUTS_2["tp2_sp"]}
+    expected = world2.run(CASES + "service_run", layout=layout, **arguments)
+    found = world1.run(
+        CASES + "resumed",
+        model=moe_model,
+        samples=three_updates,
+        layout={},
+        lora=DORA,
+        checkpoint=str(tmp_path / "step_000001"),
+    )
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)

@@ -73,6 +73,32 @@ def adapters_go_through_memory(run: RunConfig) -> Violation | None:
     )
 
 
+@LORA_RUN_RULES.rule("lora_dora")
+def experts_have_magnitudes_of_their_own(run: RunConfig) -> Violation | None:
+    """Refuse DoRA with adapters that experts share: their weights differ, and so their norms."""
+    if run.lora is None or not run.lora.dora or run.lora.experts == "each":
+        return None
+    return Violation(
+        "lora.experts",
+        "with lora.dora every expert has a magnitude of its own, and so an adapter",
+        nearest=("each",),
+        related=("lora.dora",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_dora")
+def slots_have_no_magnitudes(run: RunConfig) -> Violation | None:
+    """Refuse DoRA where engines compute adapters: vLLM knows A and B only."""
+    if not run.engine_adapter or run.lora is None or not run.lora.dora:
+        return None
+    return Violation(
+        "lora.publish",
+        "with lora.dora engines need weights with the adapters in them: vLLM has no magnitudes",
+        nearest=("merged",),
+        related=("lora.dora",),
+    )
+
+
 @LORA_RUN_RULES.rule("lora_precision")
 def adapters_have_no_fp8(run: RunConfig) -> Violation | None:
     """Refuse FP8: the engine gets weights with adapters in them, which FP8 rounds otherwise."""

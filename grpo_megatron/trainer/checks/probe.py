@@ -145,6 +145,7 @@ def _by_megatron(
 
 def _merge(policy: Policy) -> None:
     """Put the adapters into the weights, and themselves aside."""
+    policy.sharded.prepare()
     for shard in policy.sharded.shards:
         shard.tensor.data.copy_(shard.value())
     for model in policy.models:

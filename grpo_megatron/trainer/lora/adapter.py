@@ -1,12 +1,15 @@
 """The adapter of one linear layer, at any layout of ranks.
 
-    base layer      split of its weight    A [rank, in]         B [out, rank]
+    base layer      split of its weight    A [rank, in]         B [out, rank], magnitude [out]
     column-parallel by rows (out)          whole on each rank   by rows
     row-parallel    by columns (in)        by columns           whole on each rank
     not split                              whole                whole
 
 What a rank computes with the part that it has of A or B is brought together between the two
-products, where it is only `rank` wide."""
+products, where it is only `rank` wide.
+
+With DoRA (arXiv:2402.09353) the layer's weight is `magnitude * V / ||V||`, by rows, of
+`V = W + scale B A`. The norms are constants of the gradient, as in the paper (4.3) and in PEFT."""
 
 import hashlib
 import math
@@ -27,6 +30,14 @@ from megatron.core.tensor_parallel.mappings import (
 
 from grpo_megatron.weights.gather import Shard
 from grpo_megatron.weights.low_rank import low_rank_product
+
+_ATTRIBUTES = (
+    ("lora_A", 1, ".weight"),
+    ("lora_B", 0, ".weight"),
+    ("lora_magnitude_vector", 0, ""),
+)
+"""Of each parameter: its name, the dimension that may be split, what its name ends with in PEFT's
+files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,8 @@ class Split:
 
 
 class Adapter(torch.nn.Module):
-    """Computes `scale B A x` for the linear layer `module`, a name of Hugging Face's.
+    """Computes `scale B A x` for the linear layer `module`, a name of Hugging Face's, and with DoRA
+    what each of its outputs is multiplied by.
 
     B begins as zero, A as PEFT has it, uniform within 1 / sqrt(in): the same numbers at every
     layout, by `seed` and name. With `shared`, all experts of a layer have this one between them,
@@ -58,6 +70,8 @@ class Adapter(torch.nn.Module):
 
     lora_A: torch.nn.Parameter
     lora_B: torch.nn.Parameter
+    lora_magnitude_vector: torch.nn.Parameter | None
+    """Of DoRA; ones until `begin_magnitude`."""
 
     def __init__(
         self,
@@ -70,6 +84,7 @@ class Adapter(torch.nn.Module):
         seed: int,
         *,
         shared: bool = False,
+        dora: bool = False,
     ):
         """Make the parts of this rank. shape: (out, in) of the whole layer; like: a weight whose
         dtype and device they have."""
@@ -84,9 +99,13 @@ class Adapter(torch.nn.Module):
         part_b = self._part(torch.zeros(num_outputs, rank), 0)
         self.lora_A = self._parameter(part_a, like, is_split=split.dim == 1)
         self.lora_B = self._parameter(part_b, like, is_split=split.dim == 0)
+        self.lora_magnitude_vector = None
+        if dora:
+            magnitude = self._part(torch.ones(num_outputs), 0)
+            self.lora_magnitude_vector = self._parameter(magnitude, like, is_split=split.dim == 0)
 
     def _part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's part of A or B, of which `dim` is the one that may be split."""
+        """Return this rank's part of A, B or the magnitude. dim: the one that may be split."""
         if self.split.dim != dim:
             return whole
         return whole.chunk(self.split.size, dim)[self.split.group.rank()]
@@ -147,6 +166,42 @@ class Adapter(torch.nn.Module):
             exchanged = reduce_from_tensor_model_parallel_region(low, group=split.group)
         return exchanged
 
+    def row_norms(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return `||W + scale B A||` of each row that is here, fp32 [rows], without a gradient.
+
+        weight: this rank's part of W. Collective over the tensor ranks where they share rows."""
+        with torch.no_grad():
+            squares = self._square_norms(weight)
+            if self.split.dim == 1 and self.split.size > 1:
+                dist.all_reduce(squares, group=self.split.group)
+            norms: torch.Tensor = squares.sqrt()
+        # A magnitude begins as the norm in its own precision; so their quotient begins as 1.
+        return norms.to(weight.dtype).float()
+
+    def _square_norms(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the squares of `W + scale B A` over the columns here, fp32 [rows]."""
+        a = self.lora_A.detach().float()
+        b = self.lora_B.detach().float()
+        adapted = torch.addmm(weight.detach().float(), b, a, alpha=self.scale)
+        norms: torch.Tensor = torch.linalg.vector_norm(adapted, dim=1)
+        return norms.square()
+
+    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return what the outputs are multiplied by, fp32 [rows]; the magnitude has its gradient.
+
+        norms: of `row_norms`."""
+        magnitude = self.lora_magnitude_vector
+        assert magnitude is not None  # of DoRA
+        own: torch.Tensor = magnitude
+        if self.sums_gradients and self.split.dim == 1:
+            own = copy_to_tensor_model_parallel_region(own, group=self.split.group)
+        return own.float() / norms
+
+    def begin_magnitude(self, weight: torch.Tensor) -> None:
+        """Let the magnitude be that of the weight as it is, so that nothing changes. Collective."""
+        assert self.lora_magnitude_vector is not None  # of DoRA
+        self.lora_magnitude_vector.data.copy_(self.row_norms(weight))
+
     def product(self) -> torch.Tensor:
         """Return `scale B A` of this rank's part of the weight, fp32."""
         return low_rank_product(self.lora_A, self.lora_B, self.scale)
@@ -154,9 +209,11 @@ class Adapter(torch.nn.Module):
     def shards(self) -> Iterator[tuple[str, Shard]]:
         """Yield each parameter's attribute, and which part of the whole it is, by PEFT's name."""
         split = self.split
-        for attribute, dim in (("lora_A", 1), ("lora_B", 0)):
-            name = f"{self.module}.{attribute}.weight"
+        for attribute, dim, suffix in _ATTRIBUTES:
+            name = f"{self.module}.{attribute}{suffix}"
             parameter = getattr(self, attribute)
+            if parameter is None:
+                continue
             if split.dim == dim and split.size > 1:
                 yield (
                     attribute,

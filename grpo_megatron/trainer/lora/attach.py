@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from grpo_megatron.config.lora import LoraConfig, is_target
 from grpo_megatron.trainer.lora.adapter import Adapter, Split
 from grpo_megatron.weights.gather import Shard
+from grpo_megatron.weights.low_rank import addend_of_dora
 from grpo_megatron.weights.parameters import Parameter, TensorMap, without_expert
 
 _OF_LAYER = re.compile(r"model\.layers\.\d+\.")
@@ -29,6 +30,7 @@ class AdaptedWeight:
     parameter: Parameter
     shard: Shard
     adapters: Sequence[Adapter | None]
+    _norms: list[torch.Tensor | None] = field(default_factory=list)  # of DoRA, see `prepare`
 
     @property
     def row_parts(self) -> int:
@@ -37,16 +39,73 @@ class AdaptedWeight:
             return self.shard.size
         return 1
 
+    @property
+    def is_dora(self) -> bool:
+        """Whether the adapters have magnitudes."""
+        return any(
+            adapter is not None and adapter.lora_magnitude_vector is not None
+            for adapter in self.adapters
+        )
+
+    def prepare(self) -> None:
+        """Compute what `addend` needs of other ranks, with the weights as they are. Collective over
+        tensor ranks."""
+        if self.is_dora:
+            self._norms = self._row_norms()
+
+    def begin_magnitudes(self) -> None:
+        """Let the magnitudes of DoRA be those of the weight as it is. Collective."""
+        if not self.is_dora:
+            return
+        for adapter, weight in zip(self.adapters, self._of_layers(), strict=True):
+            if adapter is not None:
+                adapter.begin_magnitude(weight)
+
     def addend(self) -> torch.Tensor:
-        """Return what the adapters add to this rank's part of the weight: fp32, in its shape."""
+        """Return what the adapters add to this rank's part of the weight: fp32, in its shape. With
+        DoRA, after `prepare`."""
         parts = []
-        for adapter, rows in zip(self.adapters, self._rows(), strict=True):
+        for number, (adapter, weight) in enumerate(
+            zip(self.adapters, self._of_layers(), strict=True)
+        ):
             if adapter is None:
-                kept = self.shard.tensor
-                parts.append(torch.zeros(rows, kept.shape[1], device=kept.device))
-            else:
+                parts.append(torch.zeros_like(weight, dtype=torch.float32))
+            elif adapter.lora_magnitude_vector is None:
                 parts.append(adapter.product())
+            else:
+                norms = self._norms[number]
+                assert norms is not None  # `prepare` was called
+                magnitude = adapter.lora_magnitude_vector
+                parts.append(addend_of_dora(weight, adapter.product(), magnitude, norms))
         return self.parameter.merge(parts, self.row_parts)
+
+    def factors(self) -> torch.Tensor:
+        """Return what DoRA multiplies the layer's outputs by: fp32 [rows of the weight here].
+        Collective."""
+        parts = []
+        for adapter, norms, rows in zip(
+            self.adapters, self._row_norms(), self._rows(), strict=True
+        ):
+            if adapter is None:
+                parts.append(torch.ones(rows, device=self.shard.tensor.device))
+            else:
+                assert norms is not None  # there is an adapter
+                parts.append(adapter.factors(norms))
+        return self.parameter.merge(parts, self.row_parts)
+
+    def _row_norms(self) -> list[torch.Tensor | None]:
+        norms: list[torch.Tensor | None] = []
+        for adapter, weight in zip(self.adapters, self._of_layers(), strict=True):
+            if adapter is None:
+                norms.append(None)
+            else:
+                norms.append(adapter.row_norms(weight))
+        return norms
+
+    def _of_layers(self) -> list[torch.Tensor]:
+        """Return the rows of each of Hugging Face's layers in this rank's part of the weight."""
+        shard = self.shard
+        return self.parameter.local_tensors(shard.tensor.detach(), shard.dim, shard.size)
 
     def output(self, states: torch.Tensor) -> torch.Tensor:
         """Return what is added to the layer's output. states: [..., in]. Collective."""
@@ -91,13 +150,13 @@ class _AddsToOutput:
         if len(self._weights) == 1:
             [weight] = self._weights
             assert weight is not None
-            added = weight.output(states)
+            adapted = _adapted_output(weight, states, output[0], _bias_within(layer))
         else:
-            added = self._of_experts(states, inputs[1], output[0])
-        return (output[0] + added, *output[1:])
+            adapted = self._of_experts(states, inputs[1], output[0])
+        return (adapted, *output[1:])
 
     def _of_experts(self, states: torch.Tensor, splits: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return what is added for all experts of a grouped layer, of which each has its tokens.
+        """Return the outputs of all experts of a grouped layer, of which each has its tokens.
 
         splits: how many, by expert."""
         if isinstance(splits, torch.Tensor):
@@ -106,10 +165,40 @@ class _AddsToOutput:
         outputs = output.split(splits)
         for weight, tokens, own in zip(self._weights, states.split(splits), outputs, strict=True):
             if weight is None:
-                parts.append(torch.zeros_like(own))
+                parts.append(own)
             else:
-                parts.append(weight.output(tokens))
+                parts.append(_adapted_output(weight, tokens, own, None))
         return torch.cat(parts)
+
+
+def _adapted_output(
+    weight: AdaptedWeight,
+    states: torch.Tensor,
+    output: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return a layer's output with what the adapters of its weight compute. Collective.
+
+    output: of the layer, in which `bias` is, if there is one: DoRA does not multiply it."""
+    adapted = output + weight.output(states)
+    if not weight.is_dora:
+        return adapted
+    if bias is not None:
+        adapted = adapted - bias
+    adapted = (adapted * weight.factors()).to(output.dtype)
+    if bias is not None:
+        adapted = adapted + bias
+    return adapted
+
+
+def _bias_within(layer: Any) -> torch.Tensor | None:
+    """Return the bias of a linear layer that is part of its output; None where there is none, or it
+    is given apart."""
+    bias: torch.Tensor | None = getattr(layer, "bias", None)
+    is_apart = getattr(layer, "skip_bias_add", False) or getattr(layer, "te_return_bias", False)
+    if bias is None or bias.numel() == 0 or is_apart:
+        return None
+    return bias
 
 
 @dataclass
@@ -131,6 +220,20 @@ class ModelAdapters:
                 if adapter is not None:
                     found[id(adapter)] = adapter
         return list(found.values())
+
+    def begin_magnitudes(self) -> None:
+        """Let the magnitudes of DoRA be those of the weights as they are. Collective."""
+        for weight in self.by_weight.values():
+            weight.begin_magnitudes()
+
+    @torch.no_grad()
+    def change_something(self) -> bool:
+        """Whether any adapter changes what this chunk computes. Collective over tensor ranks."""
+        changes = any(bool(adapter.lora_B.any()) for adapter in self.all())
+        for weight in self.by_weight.values():
+            if weight.is_dora and bool((weight.factors() != 1).any()):
+                changes = True
+        return changes
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's parts of the adapters, by PEFT's names."""
@@ -218,6 +321,7 @@ def _adapted(
                 shard.tensor,
                 seed,
                 shared=is_shared,
+                dora=lora.dora,
             )
         found.append(held.adapters[leaf])
     if all(adapter is None for adapter in found):

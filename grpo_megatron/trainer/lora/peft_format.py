@@ -82,7 +82,7 @@ def _peft_config(lora: LoraConfig, names: list[str], base_model: str) -> dict[st
     modules = set()
     for name in names:
         path = re.sub(r"^.*\.layers\.\d+\.", "", name)
-        modules.add(re.sub(r"\.lora_[AB]\.weight$", "", path))
+        modules.add(re.sub(r"\.lora_([AB]\.weight|magnitude_vector)$", "", path))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -91,6 +91,7 @@ def _peft_config(lora: LoraConfig, names: list[str], base_model: str) -> dict[st
         "lora_alpha": lora.alpha_value,
         "lora_dropout": 0.0,
         "use_rslora": lora.rank_stabilised,
+        "use_dora": lora.dora,
         "bias": "none",
         "target_modules": sorted(modules),
         "inference_mode": True,
@@ -156,7 +157,7 @@ def _require_same_config(lora: LoraConfig, directory: Path) -> None:
         "r": (lora.rank, 8),
         "lora_alpha": (lora.alpha_value, 8),
         "use_rslora": (lora.rank_stabilised, False),
-        "use_dora": (False, False),
+        "use_dora": (lora.dora, False),
         "fan_in_fan_out": (False, False),
         "bias": ("none", "none"),
         "rank_pattern": ({}, {}),
@@ -168,6 +169,6 @@ def _require_same_config(lora: LoraConfig, directory: Path) -> None:
             raise CheckpointError(
                 f"{key} of {CONFIG} is {found!r}, and [lora] needs {value!r}",
                 where=str(directory),
-                remedy="set rank, alpha and rank_stabilised of [lora] as the adapters were made; "
-                "other kinds of adapters are not supported",
+                remedy="set rank, alpha, rank_stabilised and dora of [lora] as the adapters were "
+                "made; other kinds of adapters are not supported",
             )

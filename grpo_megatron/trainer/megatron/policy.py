@@ -67,7 +67,7 @@ class Policy:
     @cached_property
     def base(self) -> ShardedModel:
         """All weights as they are without adapters, under global names."""
-        shards = [replace(shard, addend=None) for shard in self.sharded.shards]
+        shards = [replace(shard, addend=None, prepare=None) for shard in self.sharded.shards]
         return ShardedModel(self.sharded.map, shards)
 
     @property
@@ -78,6 +78,14 @@ class Policy:
             if model.adapters is not None:
                 found += model.adapters.all()
         return found
+
+    def begin_magnitudes(self) -> None:
+        """Let the magnitudes of DoRA, if there are any, be those of the weights as they are now, so
+        that the model computes as without adapters. Collective."""
+        for model in self.models:
+            if model.adapters is not None:
+                model.adapters.begin_magnitudes()
+        self.optimizer.reload_model_params()  # its fp32 copies follow
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -366,7 +374,7 @@ def local_shards(chunks: Sequence[torch.nn.Module], num_experts: int) -> Iterato
         for _, shard in _named_shards(model, num_experts):
             adapted = by_weight.get(shard.name)
             if adapted is not None:
-                shard = replace(shard, addend=adapted.addend)
+                shard = replace(shard, addend=adapted.addend, prepare=adapted.prepare)
             yield shard
 
 

@@ -187,7 +187,10 @@ def _tensors_of(policy: Policy, name: str) -> list[torch.Tensor]:
 
 def _add_nothing(policy: Policy) -> bool:
     """Whether no adapter changes what the model computes, on any rank. Collective."""
-    changes = any(adapter.lora_B.detach().any().item() for adapter in policy.adapters)
+    changes = False
+    for model in policy.models:
+        if model.adapters is not None and model.adapters.change_something():
+            changes = True
     return not any(all_gathered(changes))
 
 
