@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.errors import MismatchError
-from grpo_megatron.trainer.requests import ResetOptimizer, TrainColdStart
+from grpo_megatron.trainer.requests import CompareLogprobs, ResetOptimizer, TrainColdStart
 from grpo_megatron.types import Completion
 from tests.integration.conftest import TOLERANCE, publishing
 from tests.integration.test_publish import PROMPTS, assert_agree, assert_differ, train_request
-from tests.rollout.engines import Server
+from tests.rollout.engines import Server, weights_of
+from tests.rollout.engines import Trainer as WeightTrainer
 from tests.rollout.servers import DUMMY
 from tests.trainer.models import write_samples
 
@@ -136,6 +138,47 @@ def test_weights_go_once_and_adapters_in_every_publish(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("pause", ["wait", "keep"])
+def test_requests_that_wait_for_an_adapter_are_sampled_from_it(
+    slots, checkpoints, world1, training_samples, tmp_path, pause
+):
+    """By their version spans and by their log-probs; also those that were begun before, if held."""
+
+    async def run():
+        async with publishing(
+            world1,
+            checkpoints.moe,
+            [slots["moe"]],
+            tmp_path,
+            lora=ATTENTION,
+            publish={"pause": pause},
+        ) as (publisher, trainer, clients):
+            await publisher.publish(1)
+            [client] = clients
+            long = asyncio.ensure_future(client.generate(PROMPTS[0].token_ids, max_tokens=220))
+            await asyncio.sleep(0.3)
+            await publisher.pause_engines()
+            asked = asyncio.gather(
+                *(client.generate(prompt.token_ids, max_tokens=8) for prompt in PROMPTS)
+            )
+            await trainer.call(train_request(training_samples))
+            assert not asked.done()
+            await publisher.publish(2)
+            completions = [completion for (completion,) in await asked]
+            assert {span.version for c in completions for span in c.versions} == {2}
+            directory = tmp_path / "asked"
+            record_completions(
+                directory, [(0, p, c) for p, c in zip(PROMPTS, completions, strict=True)]
+            )
+            found = await trainer.call(CompareLogprobs(directory))
+            assert not found.problem and 0 < found.metrics["canary/abs_max"] <= TOLERANCE
+            [begun] = await long
+            versions = [span.version for span in begun.versions]
+            assert versions == ([1, 2] if pause == "keep" else [1])
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_comes_back_gets_weights_and_adapter(
     slots, checkpoints, world1, training_samples, tmp_path
 ):
@@ -147,8 +190,8 @@ def test_an_engine_that_comes_back_gets_weights_and_adapter(
             await trainer.call(train_request(training_samples))
             await publisher.publish(2)
             async with slots["moe_tp2"].client() as client:
-                # it was here before: as if it had been started anew
-                await client.set_weight_version(0)
+                other = weights_of(checkpoints.other_moe)  # as one that was started anew
+                await WeightTrainer(other).publish([client], other, 0)
                 await publisher.join(1, client)
                 await assert_agree(publisher)
                 assert not publisher.unchecked

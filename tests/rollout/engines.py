@@ -231,9 +231,17 @@ class Trainer:
             self.held[number % num_senders].append(box)
         self._sender_class, self.senders = sender_class, []
 
-    async def connect(self, clients: Sequence[EngineClient]) -> EngineControl:
+    async def connect(
+        self, clients: Sequence[EngineClient], lora: LoraConfig | None = None
+    ) -> EngineControl:
+        """lora: what is held is an adapter."""
         publisher = EngineControl(clients, timeout_s=300)
-        kept = await publisher.kept_boxes(tensors_of(self.held))
+        adapter = None
+        if lora is None:
+            kept = await publisher.kept_boxes(tensors_of(self.held))
+        else:
+            kept = await publisher.kept_adapters(tensors_of(self.held))
+            adapter = {"rank": lora.rank, "scale": lora.scale}
         streams = plan_streams(self.held, kept, 1 << 17)
         opened, self.senders = [], []
         for number, stream in enumerate(streams):
@@ -244,7 +252,7 @@ class Trainer:
             address = own[0].listen()
             opened.append(OpenedStream(*address, "gloo", stream))
             self.senders += [(sender, address) for sender in own]
-        await publisher.prepare(opened, self._join)
+        await publisher.prepare(opened, self._join, adapter)
         return publisher
 
     async def _join(self) -> None:
@@ -264,6 +272,12 @@ class Trainer:
         parts = await asyncio.gather(*(asyncio.to_thread(one, s) for s, _ in self.senders))
         return {name: digest for part in parts for name, digest in part.items()}
 
-    async def publish(self, clients: Sequence[EngineClient], weights: Weights, version: int):
-        publisher = await self.connect(clients)
+    async def publish(
+        self,
+        clients: Sequence[EngineClient],
+        weights: Weights,
+        version: int,
+        lora: LoraConfig | None = None,
+    ):
+        publisher = await self.connect(clients, lora)
         await publisher.publish(version, lambda: self.send(weights, version))

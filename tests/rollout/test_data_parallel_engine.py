@@ -9,7 +9,9 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.client import EngineClient
@@ -110,6 +112,56 @@ def test_every_worker_gets_what_it_keeps_and_proves_it(checkpoint, tmp_path, lay
     else:
         assert experts[0] == experts[1]
     assert_computes(checkpoint, samples)
+
+
+def test_every_engine_computes_the_adapter(checkpoint, tmp_path):
+    """Beside the attention, whose layers each engine has whole; the second adapter replaces the
+    first in both."""
+    lora = LoraConfig(rank=3, alpha=5, targets=("self_attn",), publish="adapter")
+    server = Server.start("slots", checkpoint, tmp_path, lora, **TWO_ENGINES)
+    weights = weights_of(checkpoint)
+
+    async def run():
+        found = []
+        async with server.client() as client:
+            await Trainer(weights).publish([client], weights, 1)
+            for version in (2, 3):
+                adapter, model = make_adapter(checkpoint, lora, seed=version)
+                await Trainer(adapter).publish([client], adapter, version, lora)
+                found.append((model, await sample(client), await client.adapter_checksums()))
+        return found
+
+    try:
+        server.wait()
+        found = asyncio.run(run())
+    finally:
+        server.stop()
+    for model, samples, checksums in found:
+        for prompt, completion in samples:
+            assert logprob_error(model, prompt, completion) < 1e-4
+        of_first, of_second = (
+            {name.partition("/")[2]: digest for name, digest in checksums.items() if name[0] == one}
+            for one in "01"
+        )
+        assert of_first == of_second and len(of_first) == 2 * (6 + 2)
+
+
+def make_adapter(checkpoint, lora: LoraConfig, seed: int):
+    """An adapter of the attention, and the model with it in its weights."""
+    model = reference(checkpoint)
+    generator = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name, parameter in model.named_parameters():
+        if "_proj" not in name or ".self_attn." not in name:
+            continue
+        num_outputs, num_inputs = parameter.shape
+        a = 0.1 * torch.randn(lora.rank, num_inputs, generator=generator)
+        b = 0.1 * torch.randn(num_outputs, lora.rank, generator=generator)
+        module = name.removesuffix(".weight")
+        adapter |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        with torch.no_grad():
+            parameter += lora.scale * b @ a
+    return adapter, model
 
 
 def test_engines_of_a_server_on_two_nodes(checkpoint, tmp_path):

@@ -22,6 +22,7 @@ from grpo_megatron.rollout.plugin import (
     cpu_latent_norm,
     cpu_moe_beside_adapters,
     cpu_moe_update,
+    cpu_one_adapter,
     cpu_rotary_embedding,
     cpu_routed_experts,
     engine_orphans,
@@ -279,3 +280,36 @@ def test_upstream_experts_are_tritons_where_lora_is_on():
 
 def test_experts_keep_their_kernel_where_lora_is_on():
     assert _backend_with_adapters() == "cpu"
+
+
+def _added(of_tokens: tuple[int, ...]) -> torch.Tensor:
+    """What a layer of two slices adds for tokens with the adapter (1) and without (0)."""
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    wrapper = PunicaWrapperCPU(16, 8, "cpu")
+    wrapper.update_metadata(LoRAMapping(of_tokens, of_tokens, is_prefill=True), [1], 2, 64)
+    torch.manual_seed(0)
+    states, added = torch.randn(5, 12), torch.zeros(5, 10)
+    a = tuple(torch.randn(1, 1, 4, 12) for _ in range(2))
+    b = tuple(torch.randn(1, 1, rows, 4) for rows in (6, 4))
+    wrapper.add_lora_linear(added, states, a, b, 1.0, (6, 4))
+    return added
+
+
+def test_upstream_a_token_without_an_adapter_gets_that_of_others():
+    assert (_added((1, 1, 0, 0, 1)) != 0).all()
+    assert (_added((0, 0, 0, 0, 0)) == 0).all()
+
+
+def test_one_adapter_is_computed_without_copies(monkeypatch):
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    expected = _added((1, 1, 1, 1, 1))
+    monkeypatch.setattr(PunicaWrapperCPU, "add_lora_linear", PunicaWrapperCPU.add_lora_linear)
+    cpu_one_adapter.apply()
+    torch.testing.assert_close(_added((1, 1, 1, 1, 1)), expected)
+    has_adapter = torch.tensor([1, 1, 0, 0, 1])
+    mixed = _added(tuple(has_adapter.tolist()))
+    torch.testing.assert_close(mixed, expected * has_adapter[:, None])
+    assert (_added((0, 0, 0, 0, 0)) == 0).all()

@@ -187,6 +187,11 @@ def take(model: Any, adapter: PublishedAdapter) -> None:
     setattr(model, _PUBLISHED, adapter)
 
 
+def forget(model: Any) -> None:
+    """Let the model have no adapter when the update is finished: one of zeros, as at the start."""
+    model.__dict__.pop(_PUBLISHED, None)
+
+
 def _fill_slot(model: Any) -> None:
     """Put the published adapter, if there is one, into the slot."""
     if _PUBLISHED not in model.__dict__:
@@ -222,6 +227,8 @@ def _lora_model(model: Any) -> LoRAModel:
 def checksums(model: Any) -> dict[str, str]:
     """Return a digest of what each of this worker's layers has in its slot, by the layer's name."""
     manager = model.lora_manager
+    if _NUMBER not in manager.lora_index_to_id:  # vLLM has emptied it, and fills it for a request
+        _fill_slot(model)
     if _NUMBER not in manager.lora_index_to_id:
         return {}
     slot = manager.lora_index_to_id.index(_NUMBER)

@@ -85,6 +85,7 @@ class StreamWeightTransferEngine(
             if self.receiver is None:
                 raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
             if self.adapter is None:
+                adapter_slot.forget(self.model)  # it was for other weights
                 self.receiver.receive(update_info.publish, self.load)
             else:
                 self._receive_adapter(self.receiver, update_info.publish, self.adapter)
