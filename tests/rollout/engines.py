@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.lora import LoraConfig, is_target
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rollout.client import EngineClient
@@ -95,6 +95,27 @@ def logprob_error(model, prompt: Sequence[int], completion: Completion, temperat
         logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
     expected = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
     return float(np.abs(expected - completion.logprobs).max())
+
+
+def make_adapter(
+    checkpoint: Path, lora: LoraConfig, seed: int = 0
+) -> tuple[Weights, torch.nn.Module]:
+    """An adapter for every layer that is a target, and the model with it in its weights."""
+    model = reference(checkpoint)
+    generator = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name, parameter in model.named_parameters():
+        module = name.removesuffix(".weight")
+        is_linear = module.endswith("_proj") and parameter.dim() == 2
+        if not is_linear or not is_target(module.partition(".layers.")[2], lora.targets):
+            continue
+        num_outputs, num_inputs = parameter.shape
+        a = 0.1 * torch.randn(lora.rank, num_inputs, generator=generator)
+        b = 0.1 * torch.randn(num_outputs, lora.rank, generator=generator)
+        adapter |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        with torch.no_grad():
+            parameter += lora.scale * b @ a
+    return adapter, model
 
 
 def reference_routes(model, prompt: Sequence[int], completion: Completion) -> np.ndarray:

@@ -9,7 +9,6 @@ import subprocess
 
 import numpy as np
 import pytest
-import torch
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import MismatchError
@@ -22,6 +21,7 @@ from tests.rollout.engines import (
     Server,
     Trainer,
     logprob_error,
+    make_adapter,
     make_checkpoint,
     make_config,
     reference,
@@ -144,24 +144,6 @@ def test_every_engine_computes_the_adapter(checkpoint, tmp_path):
             for one in "01"
         )
         assert of_first == of_second and len(of_first) == 2 * (6 + 2)
-
-
-def make_adapter(checkpoint, lora: LoraConfig, seed: int):
-    """An adapter of the attention, and the model with it in its weights."""
-    model = reference(checkpoint)
-    generator = torch.Generator().manual_seed(seed)
-    adapter = {}
-    for name, parameter in model.named_parameters():
-        if "_proj" not in name or ".self_attn." not in name:
-            continue
-        num_outputs, num_inputs = parameter.shape
-        a = 0.1 * torch.randn(lora.rank, num_inputs, generator=generator)
-        b = 0.1 * torch.randn(num_outputs, lora.rank, generator=generator)
-        module = name.removesuffix(".weight")
-        adapter |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-        with torch.no_grad():
-            parameter += lora.scale * b @ a
-    return adapter, model
 
 
 def test_engines_of_a_server_on_two_nodes(checkpoint, tmp_path):
