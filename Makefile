@@ -22,7 +22,7 @@ or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier ye
 # A gate starts more than a hundred processes: where this is set, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-gpu demo demo-control demo-agent demo-agent-control stages-demo stages-compare compare-ppo lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
+.PHONY: setup setup-gpu demo demo-control demo-agent demo-agent-control stages-demo stages-compare compare-ppo lint style test-fast test test-learning test-families test-recipes test-matrix test-chaos \
 	test-trace test-slurm test-contract test-device test-gpu clean
 
 setup:
@@ -59,26 +59,32 @@ stages-compare: setup
 compare-ppo: setup
 	$(bin)/python benchmarks/compare_ppo.py --seeds $(or $(seeds),0) $(args)
 
-lint: setup
+lint: style
+	$(bin)/mypy
+
+style: setup
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/lint-imports
-	$(bin)/mypy
 
 test-fast: setup
 	$(pytest) -n 2 -m "not engine and $(gate)"
 
 # Both halves at once, each with two workers: one waits for processes most of the time (its files are
 # shared in their order, which has the long ones first), the other computes. Each has a session of
-# its own, so that no signal to a process group reaches both.
-test: lint
-	@fast_log=$$(mktemp); code=0; \
+# its own, so that no signal to a process group reaches both. The type checker, one process, computes
+# beside them.
+test: style
+	@fast_log=$$(mktemp); types_log=$$(mktemp); code=0; \
+	setsid $(bin)/mypy > $$types_log 2>&1 & types=$$!; \
 	setsid $(pytest) -n 2 -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
-	trap 'kill -- -$$fast 2> /dev/null || true; rm -f $$fast_log' EXIT; \
-	echo "tests with engines (those without run beside them and are shown after them)"; \
+	trap 'kill -- -$$fast -$$types 2> /dev/null || true; rm -f $$fast_log $$types_log' EXIT; \
+	echo "tests with engines (types and those without run beside them and are shown after them)"; \
 	$(pytest) -n 2 --dist loadscope --no-loadscope-reorder -m "engine and $(gate)" || code=$$?; \
 	wait $$fast || code=$$?; \
-	cat $$fast_log; exit $$code
+	cat $$fast_log; \
+	wait $$types || code=$$?; \
+	cat $$types_log; exit $$code
 
 test-learning: setup
 	$(pytest) -m learning $(or_empty)

@@ -29,15 +29,40 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _GROUPS = {"world1", "world2", "world4", "world8"}
+_WORDS_OF_ENGINE_TESTS = ("mark.engine", *sorted(_GROUPS))
 _FOLDERS_THAT_SHARE_SERVERS = {"integration", "rollout"}
+
+
+def _may_have_engine_tests(file: Path) -> bool:
+    text = file.read_text()
+    return any(word in text for word in _WORDS_OF_ENGINE_TESTS)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """The half with engines imports no file that has none of its tests: half of the time that its
+    workers take to collect."""
+    is_test_file = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    if is_test_file and config.option.markexpr.startswith("engine and "):
+        if not _may_have_engine_tests(collection_path):
+            return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Whatever runs in a process group is slow to start, and no part of `make test-fast`."""
+    files = set()
     for item in items:
         if _GROUPS & set(item.fixturenames):
             item.add_marker(pytest.mark.engine)
+        if item.get_closest_marker("engine"):
+            files.add(item.path)
+    for file in files:
+        if not _may_have_engine_tests(file):
+            raise pytest.UsageError(
+                f"{file} has a test with engines and names none of {_WORDS_OF_ENGINE_TESTS}: "
+                "`make test` would leave it out"
+            )
 
 
 class _ByWhatTestsShare(LoadScopeScheduling):
