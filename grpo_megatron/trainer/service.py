@@ -304,8 +304,12 @@ class TrainerService:
         batch = prepare(self.config.trainer, table, np.arange(len(table)))
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
-                logprob_diff = output[0] - part.rollout_logprobs
-                stats.add(logprob_check.compare(self.config, table, part.table_rows, logprob_diff))
+                logprobs = output[0]
+                logprob_diff = logprobs - part.rollout_logprobs
+                compared = logprob_check.compare(
+                    self.config, table, part.table_rows, logprobs, logprob_diff
+                )
+                stats.add(compared)
         stats = reduce_stats(stats)
         return LogprobComparison(
             problem=logprob_check.disagreement(self.config, table, stats),

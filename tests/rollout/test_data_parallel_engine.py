@@ -17,6 +17,7 @@ from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.replica import multi_node_arguments, serve_command
 from grpo_megatron.weights.transfer import StreamSender
+from tests.e2e.family_models import reference_model, write_checkpoint
 from tests.rollout.engines import (
     Server,
     Trainer,
@@ -32,6 +33,7 @@ from tests.rollout.engines import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.families]
 
+LATENT_PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 8, 21)]
 PROMPTS = [[(7 * i + first) % 200 + 3 for i in range(20 + first)] for first in range(8)]
 TWO_ENGINES = {
     "record_routes": True,
@@ -144,6 +146,30 @@ def test_every_engine_computes_the_adapter(checkpoint, tmp_path):
             for one in "01"
         )
         assert of_first == of_second and len(of_first) == 2 * (6 + 2)
+
+
+def test_layers_that_split_sequences(tmp_path):
+    """DeepSeek's have a part of the tokens on each tensor-parallel worker, where data-parallel
+    engines share experts; a step with one token, as of a request alone, has no parts."""
+    checkpoint = tmp_path / "latent"
+    write_checkpoint(checkpoint, "deepseek_v3_kernel", config_of_transformers=False)
+    options = {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": True}
+    server = Server.start("latent", checkpoint, tmp_path, **options)
+
+    async def run():
+        async with server.client() as client:
+            alone = [await client.generate(prompt, max_tokens=6) for prompt in LATENT_PROMPTS]
+            requests = [client.generate(prompt, max_tokens=6) for prompt in LATENT_PROMPTS]
+            return [*alone, *await asyncio.gather(*requests)]
+
+    try:
+        server.wait()
+        answers = asyncio.run(run())
+    finally:
+        server.stop()
+    model = reference_model(checkpoint)
+    for prompt, [completion] in zip(2 * LATENT_PROMPTS, answers, strict=True):
+        assert logprob_error(model, prompt, completion) < 1e-4
 
 
 def test_engines_of_a_server_on_two_nodes(checkpoint, tmp_path):

@@ -27,6 +27,7 @@ from grpo_megatron.rollout.plugin import (
     cpu_routed_experts,
     engine_orphans,
     require_supported_vllm,
+    whole_sequences,
 )
 
 pytestmark = [
@@ -238,6 +239,26 @@ def test_upstream_latent_norms_take_the_epsilon_of_the_configuration(restore, mo
         layer = cls()
         assert layer.q_a_layernorm.variance_epsilon == 1e-6
         assert layer.kv_a_layernorm.variance_epsilon == 1e-6
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_layers_pass_whole_sequences_on(monkeypatch, in_parts):
+    from vllm.model_executor.models import deepseek_v2
+
+    layer_class = deepseek_v2.DeepseekV2DecoderLayer
+    upstream = inspect.getsource(layer_class.forward)
+    assert "hidden_states.shape[0] != full_num_tokens" in upstream  # of one token: 1 != 1
+
+    def init(self):
+        self.use_sequence_parallel_moe = in_parts
+        self.self_attn = SimpleNamespace(o_proj=SimpleNamespace(reduce_results=not in_parts))
+
+    assert "use_sequence_parallel_moe" in layer_class.__init__.__code__.co_names
+    monkeypatch.setattr(layer_class, "__init__", init)
+    whole_sequences.apply()
+    layer = layer_class()
+    assert not layer.use_sequence_parallel_moe
+    assert layer.self_attn.o_proj.reduce_results
 
 
 def test_norms_of_sizes_that_the_kernel_does_not_take(monkeypatch, vllm_config):

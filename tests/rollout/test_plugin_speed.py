@@ -145,15 +145,16 @@ def test_norms_by_kernel(dtype, monkeypatch):
     packed = torch.randn(5, 3 * 64, generator=generator).to(dtype)
     heads = packed.split(64, dim=-1)[1]  # strided, as queries are inside packed projections
     residual = torch.randn(5, 64, generator=generator).to(dtype)
+    # as where sequence-parallel parts of both were gathered together
+    strided_residual = torch.cat([residual, residual], dim=-1).split(64, dim=-1)[1]
     expected = norm.forward_native(heads), norm.forward_native(heads.clone(), residual.clone())
     cpu_eager_layers._norm_by_kernel()
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     )
     torch.testing.assert_close(norm.forward_cpu(heads), expected[0], **tolerance)
-    torch.testing.assert_close(
-        norm.forward_cpu(heads.contiguous(), residual), expected[1], **tolerance
-    )
+    for states, added in ((heads, strided_residual), (heads.contiguous(), residual)):
+        torch.testing.assert_close(norm.forward_cpu(states, added), expected[1], **tolerance)
 
 
 @pytest.fixture

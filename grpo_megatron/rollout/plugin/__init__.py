@@ -16,6 +16,7 @@ _FIXES: tuple[str, ...] = (
     "data_parallel_answers",
     "engine_orphans",
     "whole_outputs",
+    "whole_sequences",
 )
 _CPU_FIXES: tuple[str, ...] = (
     "cpu_data_parallel",

@@ -42,11 +42,12 @@ def _norm_by_kernel() -> None:
         ):
             by_torch: torch.Tensor = self.forward_native(x, residual)
             return by_torch
+        x = x.contiguous()  # the kernels take no strides and do not say so
         if residual is None:
-            x = x.contiguous()  # the kernel takes no strides
             out = torch.empty_like(x)
             torch.ops._C.rms_norm(out, x, weight, self.variance_epsilon)
             return out
+        residual = residual.contiguous()
         torch.ops._C.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)  # in place
         return x, residual
 

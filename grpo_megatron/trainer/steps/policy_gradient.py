@@ -63,7 +63,7 @@ class PolicyGradientLoss:
         if self.compare_engines:
             differences = old_logprobs - microbatch.rollout_logprobs
             compared = logprob_check.compare(
-                self.config, self.table, microbatch.table_rows, differences
+                self.config, self.table, microbatch.table_rows, old_logprobs, differences
             )
             stats.add(compared)
         self._masks.append((microbatch.table_rows, stats.masks))

@@ -40,7 +40,8 @@ def measured(
         if token is not None:
             gaps[torch.arange(len(gaps)) != token] = 0.0
         signs = torch.randint(0, 2, gaps.shape) * 2 - 1
-        total.add(logprob_check.compare(config, TABLE, np.array(rows), signs * gaps))
+        logprobs = -2 + torch.randn(gaps.shape)
+        total.add(logprob_check.compare(config, TABLE, np.array(rows), logprobs, signs * gaps))
     return total
 
 
@@ -78,6 +79,43 @@ def test_tolerances(settings, tolerance):
     for gap, expected in ((0.9 * tolerance, False), (1.1 * tolerance, True)):
         stats = measured(dict.fromkeys(range(6), gap), recipe(**settings))
         assert bool(logprob_check.disagreement(recipe(**settings), TABLE, stats)) == expected
+
+
+ROUNDED = {"rollout": {"dtype": "bfloat16"}}
+
+
+def unrelated(spread: float, related: float) -> Stats:
+    """Log-probs of two models that differ by `spread` from token to token; the second model's are
+    `related` times the first's, and for the rest its own."""
+    generator = torch.Generator().manual_seed(0)
+    rows = np.array([2])
+    own, other = spread * torch.randn(2, int(LENGTHS[2]), generator=generator)
+    difference = own - (related * own + (1 - related**2) ** 0.5 * other)
+    return logprob_check.compare(recipe(**ROUNDED), TABLE, rows, own - 5.8, difference)
+
+
+@pytest.mark.parametrize(
+    ("spread", "related", "is_told"),
+    [
+        (0.06, 0.0, True),  # within 0.1 on average, and another model
+        (0.06, 0.5, True),
+        (0.06, 0.95, False),
+        (0.005, 0.0, False),  # all tokens are equally likely
+    ],
+)
+def test_a_model_that_has_nothing_in_common(spread, related, is_told):
+    stats = unrelated(spread, related)
+    assert stats.result()["canary/abs_mean"] < recipe(**ROUNDED).canary_tolerance
+    problem = logprob_check.disagreement(recipe(**ROUNDED), TABLE, stats)
+    assert ("rollout-1" in problem and "nothing in common" in problem) is is_told
+    assert set(stats.result()) == {"canary/abs_mean", "canary/abs_max"}
+
+
+def test_a_few_tokens_say_nothing_of_their_spread():
+    logprobs = torch.full((3,), -5.0)
+    gaps = torch.full((3,), 0.05)
+    stats = logprob_check.compare(recipe(**ROUNDED), TABLE, np.array([1]), logprobs, gaps)
+    assert logprob_check.disagreement(recipe(**ROUNDED), TABLE, stats) == ""
 
 
 def test_what_is_no_number_is_a_problem():
