@@ -42,9 +42,9 @@ def pytest_ignore_collect(collection_path, config):
     """The half with engines imports no file that has none of its tests: half of the time that its
     workers take to collect."""
     is_test_file = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
-    if is_test_file and config.option.markexpr.startswith("engine and "):
-        if not _may_have_engine_tests(collection_path):
-            return True
+    is_half_with_engines = config.option.markexpr.startswith("engine and ")
+    if is_half_with_engines and is_test_file and not _may_have_engine_tests(collection_path):
+        return True
     return None
 
 

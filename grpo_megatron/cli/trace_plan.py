@@ -6,6 +6,7 @@ import sys
 from grpo_megatron.cli.inspect_commands import resolve_any
 from grpo_megatron.cli.run_commands import print_advice
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.memory import offloads_optimizer
 
 _PROGRAM = "grpo_megatron.trace"
 
@@ -26,6 +27,13 @@ def trace(source: str, overrides: list[str], *, as_json: bool) -> int:
             where="critic",
             remedy="trace the recipe without [critic] and with an objective that needs none: "
             "critic=null objective.preset=grpo",
+        )
+    if offloads_optimizer(config):
+        raise ConfigError(
+            "a trace has no host that could update weights",
+            where="trainer.offload_optimizer",
+            remedy="trace the recipe with trainer.offload_optimizer=false; all but the optimizer "
+            "is the same",
         )
     command = [sys.executable, "-m", _PROGRAM, source, *overrides]
     if as_json:

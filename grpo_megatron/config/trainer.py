@@ -36,6 +36,9 @@ class TrainerConfig(Strict):
     """SP with TP; default: on whenever `tensor_parallel_size > 1`."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    offload_optimizer: bool = False
+    """Keep Adam's moments and float32 weights in the memory of the host and update there: GPUs hold
+    none of them, an optimizer step waits for the CPU. Where there is no GPU nothing moves."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations; log-probs and router are always float32."""
     fp8: Literal["none", "blockwise"] = "none"

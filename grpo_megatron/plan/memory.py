@@ -13,7 +13,12 @@ from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
 from grpo_megatron.plan.publishing import PublishPlan, plan_publish
-from grpo_megatron.plan.rank_bytes import inference_bytes, static_bytes
+from grpo_megatron.plan.rank_bytes import (
+    HOST_BYTES_PER_PARAMETER,
+    bytes_per_parameter,
+    inference_bytes,
+    static_bytes,
+)
 from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
 
@@ -78,6 +83,8 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     if config.engine_adapter:
         published = _adapter_bytes(config, hf, vocab_size)
     numbers = _numbers(config, whole, sizes, work["num_microbatches"])
+    if offloads_optimizer(config) and config.trains:
+        numbers["optimizer_on_a_host_bytes"] = _host_bytes(config, sizes)
     if sizes.lora is not None:
         of_weights = config.model_copy(update={"lora": None})
         numbers["fullest_rank_without_adapters_bytes"] = _worst_total(of_weights, device)
@@ -95,6 +102,30 @@ def _worst_total(config: RunConfig, device: str) -> int:
     return plan_of(config, device, worst_only=True).worst.total
 
 
+def offloads_optimizer(config: RunConfig) -> bool:
+    """Whether the optimizer's state is in the memory of hosts; without a GPU none moves."""
+    return config.trainer.offload_optimizer and config.placement.gpus_per_node > 0
+
+
+def _host_bytes(config: RunConfig, s: Sizes) -> int:
+    """Bytes of optimizers in the memory of a node with as many ranks as it can have."""
+    parameters = 0
+    for stage in range(s.trainer.pipeline_parallel_size):
+        parameters = max(parameters, _parameters_of_state(config, s, stage))
+    if config.critic is not None:
+        parameters *= 2
+    ranks = min(config.placement.gpus_per_node, config.trainer.num_ranks)
+    return ranks * parameters * HOST_BYTES_PER_PARAMETER
+
+
+def _parameters_of_state(config: RunConfig, s: Sizes, stage: int) -> int:
+    """Weights of which the fullest rank of a stage has the optimizer state."""
+    on_gpus = replace(s, trainer=s.trainer.model_copy(update={"offload_optimizer": False}))
+    static = fullest_static(on_gpus, stage, frozen_routers=has_frozen_routers(config), on_gpu=True)
+    of_one = bytes_per_parameter(s.symbols["element"])
+    return static.parts["optimizer"] // of_one.optimizer
+
+
 MEMORY_RULES = RuleSet()
 """Their checks take the run and its plan."""
 
@@ -110,13 +141,24 @@ def the_fullest_rank_fits(config: RunConfig, plan: Plan) -> Violation | None:
     worst = plan.worst
     if plan.usable_bytes is None or worst.total <= plan.usable_bytes:
         return None
+    offloading = ""
+    of_optimizers = worst.parts["optimizer"] + worst.parts.get(f"{CRITIC}optimizer", 0)
+    if of_optimizers and worst.total - of_optimizers <= plan.usable_bytes and config.lora is None:
+        offloading = (
+            f", or set trainer.offload_optimizer: {of_optimizers / _GIB:.1f} GiB go to the host"
+        )
     return Violation(
         "trainer.num_ranks",
         f"rank {worst.rank} (pipeline stage {worst.stage}) needs {worst.total / _GIB:.1f} GiB and "
         f"has {plan.usable_bytes / _GIB:.1f} GiB",
         remedy="use a layout that fits, more trainer nodes, or fewer "
-        "trainer.max_tokens_per_microbatch",
-        related=("trainer.max_tokens_per_microbatch", "trainer.recompute", "placement.mode"),
+        f"trainer.max_tokens_per_microbatch{offloading}",
+        related=(
+            "trainer.max_tokens_per_microbatch",
+            "trainer.recompute",
+            "trainer.offload_optimizer",
+            "placement.mode",
+        ),
     )
 
 
@@ -246,7 +288,12 @@ def fullest_static(s: Sizes, stage: int, *, frozen_routers: bool, on_gpu: bool) 
     static = {}
     for rank in (0, count - 1):  # shards differ by padding only
         static[rank] = static_bytes(
-            s, stage, rank, frozen_routers=frozen_routers, overlaps=overlaps
+            s,
+            stage,
+            rank,
+            frozen_routers=frozen_routers,
+            overlaps=overlaps,
+            offloads=on_gpu and s.trainer.offload_optimizer,
         )
     rank = max(static, key=lambda rank: sum(static[rank].values()))
     return RankMemory(stage, stage * count + rank, static[rank])

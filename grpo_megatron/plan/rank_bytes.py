@@ -33,12 +33,23 @@ def bytes_per_parameter(element: int) -> BytesPerParameter:
     return BytesPerParameter(element, 4, moments + main_weight)
 
 
+HOST_BYTES_PER_PARAMETER = 16
+"""Of an offloaded optimizer: a float32 weight, two moments and a gradient."""
+
+
 def static_bytes(
-    s: Sizes, stage: int, local_rank: int, *, frozen_routers: bool = False, overlaps: bool = False
+    s: Sizes,
+    stage: int,
+    local_rank: int,
+    *,
+    frozen_routers: bool = False,
+    overlaps: bool = False,
+    offloads: bool = False,
 ) -> dict[str, int]:
     """`weights`, `gradients`, `optimizer` (Adam's moments, and float32 weights where the model's
-    are not) and `buffers` of rank `local_rank` of a pipeline stage's ranks. Frozen routers have no
-    gradients; reductions that overlap with computation are done in buckets."""
+    are not) and `buffers` of rank `local_rank` of a pipeline stage's ranks, on its device. Frozen
+    routers have no gradients; reductions that overlap with computation are done in buckets; an
+    optimizer that is offloaded has its state elsewhere, see `HOST_BYTES_PER_PARAMETER`."""
     t = s.trainer
     element = s.symbols["element"]
     replicas, expert_replicas = shard_counts(t)
@@ -61,6 +72,8 @@ def static_bytes(
         num_elements += bucket.size
         num_states += bucket.num_states(shard)
     of_one = bytes_per_parameter(element)
+    if offloads:
+        num_states = 0
     return {
         "weights": of_one.weights * (num_elements + num_frozen),
         "gradients": of_one.gradients * num_elements,

@@ -140,3 +140,9 @@ def test_no_torch():
         f"main(['plan', '{SMALL}']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_an_optimizer_on_the_host_is_not_traced(capsys):
+    recipe = "moe/qwen3-30b-a3b"
+    assert main(["plan", recipe, "trainer.offload_optimizer=true", "--trace"]) == 2
+    assert "trainer.offload_optimizer=false" in capsys.readouterr().err

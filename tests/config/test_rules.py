@@ -22,6 +22,8 @@ from grpo_megatron.config.run import RolloutConfig
 from tests.config.conftest import unchecked_config
 
 LORA = ["lora.rank=4"]
+OFFLOADED = "trainer.offload_optimizer=true"
+OFFLOADED_BF16 = [OFFLOADED, "trainer.precision=bfloat16"]
 GRPO_KL = ["objective.preset=grpo"]
 SEQUENCE_MEAN = ["objective.aggregation=seq_mean_token_mean"]
 DISTIL = ["kind=distil", "cold_start=null"]
@@ -293,6 +295,9 @@ BROKEN = [
     ("kind_steps", ["kind=eval", "cold_start=null"]),
     ("dataset_staleness", ["kind=sft", "cold_start=null", "batch.max_staleness=1"]),
     ("domain_weights", ["domains.0.weight=0"]),
+    ("offload_optimizer", [OFFLOADED, "trainer.precision=float32"]),
+    ("offload_optimizer", [*OFFLOADED_BF16, "trainer.distributed_optimizer=false"]),
+    ("offload_optimizer", [*OFFLOADED_BF16, "lora.rank=4"]),
     ("keep_routing", ["routing.keep_loss=kl"]),
     ("keep_routing", ["routing.keep_weight=0.1"]),
     ("routing_replay", ["routing.keep_loss=set_mass", "routing.keep_weight=0.1"]),

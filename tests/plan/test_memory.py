@@ -11,7 +11,11 @@ from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import plan_of
-from grpo_megatron.plan.rank_bytes import inference_bytes, static_bytes
+from grpo_megatron.plan.rank_bytes import (
+    HOST_BYTES_PER_PARAMETER,
+    inference_bytes,
+    static_bytes,
+)
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
@@ -130,6 +134,22 @@ def test_a_run_that_trains_nothing_is_planned_with_its_weights(kind):
     assert worst.parts["weights"] == pytest.approx(trained.parts["weights"], rel=0.01)
     assert worst.total < trained.total / 3
     assert without.numbers["trained_parameters"] == 0
+
+
+def test_optimizer_state_on_the_host():
+    """GPUs have none of it, hosts all of it and gradients; where there is no GPU it stays."""
+    on_gpus = plan_of(resolve("moe/qwen3-30b-a3b").config)
+    offloaded = resolve("moe/qwen3-30b-a3b", ["trainer.offload_optimizer=true"]).config
+    on_hosts = plan_of(offloaded)
+    for before, after in zip(on_gpus.stages, on_hosts.stages, strict=True):
+        assert before.parts["optimizer"] > 0
+        assert after.parts == {**before.parts, "optimizer": 0}
+    of_a_rank = on_gpus.worst.parts["optimizer"] // 12 * HOST_BYTES_PER_PARAMETER
+    assert on_hosts.numbers["optimizer_on_a_host_bytes"] == 8 * of_a_rank
+    assert "optimizer_on_a_host_bytes" not in on_gpus.numbers
+    on_a_cpu = ["trainer.offload_optimizer=true", "trainer.precision=bfloat16"]
+    beside = plan_of(resolve("demo/gspo-moe-cpu", on_a_cpu).config)
+    assert beside.worst.parts["optimizer"] > 0
 
 
 @pytest.mark.engine

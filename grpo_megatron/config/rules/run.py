@@ -302,6 +302,47 @@ def _weighs_keep_routing(run: RunConfig) -> bool:
     return any(domain.keep_routing_weight for domain in run.domains)
 
 
+@RUN_RULES.rule("offload_optimizer")
+def only_sharded_bfloat16_state_is_offloaded(run: RunConfig) -> Violation | None:
+    """Refuse what Megatron-Core's HybridDeviceOptimizer does not take: it makes the float32 weights
+    of bfloat16 ones, from the shards of the distributed optimizer."""
+    trainer = run.trainer
+    if not trainer.offload_optimizer:
+        return None
+    if trainer.precision != "bfloat16":
+        return Violation(
+            "trainer.offload_optimizer",
+            "the host has the float32 weights of bfloat16 ones, and precision is "
+            f"{trainer.precision!r}",
+            nearest=(False,),
+            remedy="set trainer.precision to 'bfloat16'",
+            related=("trainer.precision",),
+        )
+    if not trainer.distributed_optimizer:
+        return Violation(
+            "trainer.offload_optimizer",
+            "only state that is sharded can be on the host, and distributed_optimizer is false",
+            nearest=(False,),
+            remedy="set trainer.distributed_optimizer to true",
+            related=("trainer.distributed_optimizer",),
+        )
+    return None
+
+
+@RUN_RULES.rule("offload_optimizer")
+def state_of_adapters_stays_on_gpus(run: RunConfig) -> Violation | None:
+    """Refuse to move what is small."""
+    if run.lora is None or not run.trainer.offload_optimizer:
+        return None
+    return Violation(
+        "trainer.offload_optimizer",
+        "[lora] trains adapters, whose optimizer state is small",
+        nearest=(False,),
+        remedy="leave it on the GPUs",
+        related=("lora.rank",),
+    )
+
+
 @RUN_RULES.rule("keep_routing")
 def a_keep_loss_has_a_weight(run: RunConfig) -> Violation | None:
     """Refuse a keep-routing loss that no weight switches on."""

@@ -6,7 +6,13 @@ from typing import Any
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import Plan, engine_layout, samples_of_step, vocabulary_of
+from grpo_megatron.plan.memory import (
+    Plan,
+    engine_layout,
+    offloads_optimizer,
+    samples_of_step,
+    vocabulary_of,
+)
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.published_staleness import PublishedRange, published_range
 from grpo_megatron.plan.timing.constants import CPU, Constants, sources
@@ -204,6 +210,7 @@ def _trainer_load(config: RunConfig, samples: int, lengths: Lengths) -> TrainerL
         num_logprob_passes=_num_logprob_passes(config),
         computed_share=computed_share(config, lengths),
         is_sft=config.kind == "sft",
+        has_host_optimizer=offloads_optimizer(config),
     )
 
 

@@ -22,6 +22,7 @@ from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.trainer.lora.adapter import Adapter
 from grpo_megatron.trainer.lora.attach import attach
+from grpo_megatron.trainer.megatron import host_optimizer
 from grpo_megatron.trainer.megatron.kernels import Kernel
 from grpo_megatron.trainer.megatron.layer_specs import block_spec
 from grpo_megatron.trainer.megatron.model_config import kernels_of, transformer_config
@@ -105,8 +106,12 @@ class Policy:
         parts = self._optimizer_parts()
         if not parts:
             return None
-        kind: type = type(parts[0].optimizer)
-        return kind
+        return host_optimizer.class_of_state(parts[0].optimizer)
+
+    def has_optimizer_on_host(self) -> bool:
+        """Say whether the moments are in the memory of the host."""
+        parts = self._optimizer_parts()
+        return bool(parts) and host_optimizer.is_on_host(parts[0].optimizer)
 
     # --- weights that the next forward gathers (`TrainerConfig.overlap_communication`)
 
@@ -134,7 +139,7 @@ class Policy:
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Forget moments and steps; take over betas, epsilon, weight decay and clipping."""
         for part in self._optimizer_parts():
-            part.optimizer.state.clear()
+            host_optimizer.forget_state(part.optimizer)
             for group in part.optimizer.param_groups:
                 group.pop("step", None)  # Transformer Engine's Adam counts here, not in its state
                 group.update(
@@ -154,9 +159,14 @@ def describe_kernels(policy: Policy, layout: TrainerConfig) -> list[Kernel]:
     """Say which kernels compute the policy, and which optimizer it has, if it is trained."""
     kernels = kernels_of(policy.hf, layout)
     kind = policy.optimizer_class()
-    if kind is not None:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        kernels.append(Kernel("optimizer", name, "of those installed"))
+    if kind is None:
+        return kernels
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    kernels.append(Kernel("optimizer", name, "of those installed"))
+    if policy.has_optimizer_on_host():
+        kernels.append(Kernel("optimizer state", "host", "trainer.offload_optimizer is true"))
+    elif layout.offload_optimizer:
+        kernels.append(Kernel("optimizer state", "beside the weights", "no GPU"))
     return kernels
 
 
@@ -254,6 +264,9 @@ def build_policy(
         if ddp_config.overlap_param_gather:
             model.await_weight = _GatheredWeight(chunk)
         chunks.append(chunk)
+    offloading: dict[str, Any] = {}
+    if layout.offload_optimizer and HAS_CUDA:
+        offloading = host_optimizer.SETTINGS
     megatron_optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -266,6 +279,7 @@ def build_policy(
             use_distributed_optimizer=distributed,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
+            **offloading,
         ),
         chunks,
     )

@@ -19,6 +19,8 @@ class StaticBytes:
     buffers: int
     shapes: tuple[tuple[int, ...], ...]
     """Elements of every parameter, by model chunk."""
+    host: int = 0
+    """Of an optimizer whose state is in the memory of the host, which is not in `optimizer`."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -51,7 +53,14 @@ def static_bytes_of(policy: Policy) -> StaticBytes:
                 weights += _size(parameter)
         shapes.append(tuple(of_chunk))
         module_buffers += sum(_size(buffer) for buffer in chunk.module.buffers())
-    return StaticBytes(weights, gradients, _optimizer_bytes(policy), module_buffers, tuple(shapes))
+    of_optimizer = _optimizer_bytes(policy)
+    on_host = 0
+    if policy.has_optimizer_on_host():
+        on_host = of_optimizer
+        of_optimizer = 0
+    return StaticBytes(
+        weights, gradients, of_optimizer, module_buffers, tuple(shapes), host=on_host
+    )
 
 
 def _keep_expert_biases_whole(policy: Policy) -> None:

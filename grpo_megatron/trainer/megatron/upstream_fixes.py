@@ -206,6 +206,7 @@ def save_torch_adam_without_step() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     get_states = DistributedOptimizer._get_main_param_and_optimizer_states
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     load_state_dict = DistributedOptimizer.load_state_dict
 
     def get_without_step(
@@ -221,6 +222,9 @@ def save_torch_adam_without_step() -> None:
         model_param: torch.nn.Parameter,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
+        if self.config.optimizer_cpu_offload:
+            set_states(self, model_param, tensors)
+            return
         group_index, group_order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group_index]["params"][group_order]
         for name, target in {"param": main, **self.optimizer.state[main]}.items():
@@ -236,6 +240,48 @@ def save_torch_adam_without_step() -> None:
     DistributedOptimizer._get_main_param_and_optimizer_states = get_without_step
     DistributedOptimizer._set_main_param_and_optimizer_states = set_without_step
     DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+_OF_OFFLOADING = (
+    "offload_fraction",
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "fused",
+)
+"""Settings of a HybridDeviceOptimizer that are in its parameter groups."""
+
+
+def save_offloaded_adam_as_plain_data() -> None:
+    """DistributedOptimizer around a HybridDeviceOptimizer saves how and by which classes it
+    offloads, with each parameter group (hybrid_optimizer.py:57): a checkpoint that cannot be read
+    without unpickling classes, nor by a run that offloads otherwise. They are left out, and those
+    of the run itself stand when groups are loaded."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state_dict = DistributedOptimizer.state_dict
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    def plain_state_dict(self: DistributedOptimizer) -> dict[str, Any]:
+        state: dict[str, Any] = state_dict(self)
+        if self.config.optimizer_cpu_offload:
+            for group in state["optimizer"]["param_groups"]:
+                for name in _OF_OFFLOADING:
+                    group.pop(name, None)
+        return state
+
+    def load_beside_own_settings(self: DistributedOptimizer, state: dict[str, Any]) -> None:
+        if self.config.optimizer_cpu_offload:
+            for group in state["optimizer"]["param_groups"]:
+                for name in _OF_OFFLOADING:
+                    group[name] = self.optimizer.defaults[name]
+        load_state_dict(self, state)
+
+    DistributedOptimizer.state_dict = plain_state_dict
+    DistributedOptimizer.load_state_dict = load_beside_own_settings
 
 
 def make_output_layer_without_apex() -> None:
@@ -322,6 +368,11 @@ def create_adam_state(optimizer: Any) -> None:
     steps = []
     without_parameters = []
     for inner in parts:
+        if hasattr(inner, "sub_optimizers"):  # on the host
+            from grpo_megatron.trainer.megatron import host_optimizer  # Megatron is there by now
+
+            host_optimizer.create_state(inner)
+            continue
         is_torch_adam = isinstance(inner, torch.optim.Adam)
         parameters = _parameters_of(inner)
         if is_torch_adam and not parameters:
@@ -357,6 +408,7 @@ FIXES: dict[Callable[[], None], tuple[str, ...]] = {
     rotate_packed_sequences_at_once: RELEASES,
     keep_rotary_tables_whole: RELEASES,
     save_torch_adam_without_step: RELEASES,
+    save_offloaded_adam_as_plain_data: RELEASES,
     make_output_layer_without_apex: RELEASES,
     save_without_helper_processes: RELEASES,
 }
