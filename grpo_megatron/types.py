@@ -83,6 +83,23 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt: `rows` x `columns` tokens in the place of the text's one."""
+
+    digest: str
+    """Of the bytes of its file, by which they are found (`batching.image_folder`)."""
+    start: int
+    """Place of its first token in the prompt."""
+    rows: int
+    columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of the prompt it takes."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """`Prompt("add-17", "addition", "37+48=", (5, 9, 12, 6, 10, 13), "85", {})`."""
 
@@ -94,6 +111,8 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     question: str = ""
     """As its source has it, before any template; of a conversation, what the user says last."""
+    images: tuple[PromptImage, ...] = ()
+    """In the order of their places."""
 
 
 @dataclass(frozen=True, slots=True)

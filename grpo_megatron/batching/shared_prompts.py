@@ -26,8 +26,8 @@ class SharedPrompts:
 
 def shared_prompts(table: SampleTable, rows: np.ndarray) -> SharedPrompts:
     """Find what `rows` share, int64 [N], ascending, with all rows of an episode or none: equal
-    prompts, that is, the same tokens, whatever group they are of; and what a sequence has in common
-    with an earlier one of its episode.
+    prompts, that is, the same tokens and images, whatever group they are of; and what a sequence
+    has in common with an earlier one of its episode.
 
     Where the engine recorded routes, these must be the same too: a shared token has one route."""
     by_tokens: dict[bytes, int] = {}
@@ -45,8 +45,10 @@ def shared_prompts(table: SampleTable, rows: np.ndarray) -> SharedPrompts:
                 continue
         stored = table.prompt_key(row)
         if stored not in tokens_of:
-            token_ids = table.prompt_ids(row).tobytes()
-            tokens_of[stored] = by_tokens.setdefault(token_ids, len(by_tokens))
+            content = table.prompt_ids(row).tobytes()
+            for image in table.images(row):
+                content += bytes.fromhex(image.digest)
+            tokens_of[stored] = by_tokens.setdefault(content, len(by_tokens))
         key = (tokens_of[stored], *table.prompt_route_key(row))
         prompts[place] = by_route.setdefault(key, len(by_route))
     num_split = len(by_route) - len(by_tokens) + num_cut

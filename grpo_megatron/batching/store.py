@@ -4,6 +4,7 @@
     step_000123/rollout-0.safetensors  tokens, written by a rollout worker (`batching.spool`)
     step_000123/rollout-0.routes       their experts, where recorded (`batching.route_file`)
     step_000123/train.safetensors      one row a sample: where it is, its rewards
+    step_000123/images/                files of images, by their digests (`batching.image_folder`)
     step_000123/decisions-0.safetensors  `rows` int64 [S]; per name, packed bits of their tokens
 
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
+from grpo_megatron.batching.image_folder import IMAGES, ImageFolder
 from grpo_megatron.batching.manifest import ShardEntry, StepFacts, read_manifest, write_manifest
 from grpo_megatron.batching.route_file import RouteFile, write_routes
 from grpo_megatron.batching.sequences import NO_SEQUENCE, Fork, fork_columns, shard_order
@@ -27,6 +29,7 @@ from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
 from grpo_megatron.types import (
     Completion,
+    PromptImage,
     RolloutGroup,
     SamplingMask,
     Turn,
@@ -64,8 +67,10 @@ def write_shard(
     several. Columns (N samples, Q prompts): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
     `group` int32 [N], which prompt; weight versions as spans `span_version|start|end` int32 with
-    `span_offsets` int64 [N+1]. Of truncated sampling, the ids that were kept: `kept_ids` int32 with
-    `kept_offsets` int64 [n+1], by completion token. Where any sample has turns, these:
+    `span_offsets` int64 [N+1]. Where any prompt has images, these: `image_digest` uint8 [M, 32] and
+    `image_start|rows|columns` int32 with `image_offsets` int64 [Q+1]. Of truncated sampling, the
+    ids that were kept: `kept_ids` int32 with `kept_offsets` int64 [n+1], by completion token. Where
+    any sample has turns, these:
     `turn_start|end` int32, `turn_reward` float64, `turn_spoilt` uint8, `turn_state` int32 with
     `turn_offsets` int64 [N+1]; a state is the number of a text, `state_texts` uint8 (UTF-8) with
     `state_offsets` int64, or -1. Where any episode has several sequences, what a later one shares
@@ -75,16 +80,19 @@ def write_shard(
         for completion in group.completions:
             require_sound(completion, group.prompt.prompt_id)
     prompts: list[Sequence[int]] = []
+    images: list[tuple[PromptImage, ...]] = []
     completions: list[Completion] = []
     group_of: list[int] = []
     order = shard_order(groups)
     groups = order.groups
     for number, group in enumerate(groups):
         prompts.append(group.prompt.token_ids)
+        images.append(group.prompt.images)
         completions += group.completions
         group_of += [number] * len(group.completions)
     prompt_ids, prompt_offsets = _ragged(prompts, np.int32)
     columns = {"prompt_ids": prompt_ids, "prompt_offsets": prompt_offsets}
+    columns |= _image_columns(images)
     columns |= _completion_columns(completions)
     columns["group"] = np.array(group_of, np.int32)
     columns |= _span_columns(completions)
@@ -96,6 +104,21 @@ def write_shard(
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape, new=new)
     checksum = write_columns(path, columns, new=new)
     return ShardEntry(name=path.name, checksum=checksum, routes=route_shape)
+
+
+def _image_columns(images: Sequence[Sequence[PromptImage]]) -> dict[str, np.ndarray]:
+    """Images of every prompt; no columns where no prompt has any."""
+    if not any(images):
+        return {}
+    flat = [image for of_prompt in images for image in of_prompt]
+    digests = b"".join(bytes.fromhex(image.digest) for image in flat)
+    return {
+        "image_digest": np.frombuffer(digests, np.uint8).reshape(len(flat), -1),
+        "image_start": np.array([image.start for image in flat], np.int32),
+        "image_rows": np.array([image.rows for image in flat], np.int32),
+        "image_columns": np.array([image.columns for image in flat], np.int32),
+        "image_offsets": _offsets([len(of_prompt) for of_prompt in images]),
+    }
 
 
 def _completion_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
@@ -381,6 +404,29 @@ class SampleTable:
         start, end = columns["prompt_offsets"][group : group + 2]
         ids: np.ndarray = columns["prompt_ids"][start:end]
         return ids
+
+    def images(self, row: int) -> tuple[PromptImage, ...]:
+        """The images of a sample's prompt, in the order of their places."""
+        columns = self._shard(int(self.shard[row]))
+        if "image_offsets" not in columns:
+            return ()
+        group = columns["group"][self.index[row]]
+        first, last = columns["image_offsets"][group : group + 2].tolist()
+        images = []
+        for number in range(first, last):
+            image = PromptImage(
+                columns["image_digest"][number].tobytes().hex(),
+                int(columns["image_start"][number]),
+                int(columns["image_rows"][number]),
+                int(columns["image_columns"][number]),
+            )
+            images.append(image)
+        return tuple(images)
+
+    @property
+    def image_folder(self) -> ImageFolder:
+        """The files of all images of the step."""
+        return ImageFolder(self.directory / IMAGES)
 
     def prompt_key(self, row: int) -> tuple[int, int]:
         """Return what samples have in common whose prompt is stored once."""

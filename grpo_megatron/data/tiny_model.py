@@ -87,7 +87,7 @@ def init_weights(directory: Path, seed: int) -> None:
     depend on config.json and `seed` only; files get their final names once complete."""
     # Imported here: torch takes seconds, and most users of this package never need it.
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging as transformers_logging
 
     with raised_as(
@@ -99,12 +99,16 @@ def init_weights(directory: Path, seed: int) -> None:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            kind = AutoModelForCausalLM
+            if hasattr(config, "vision_config"):
+                kind = AutoModelForImageTextToText
+            model = kind.from_config(config, dtype=torch.float32)
             embedding = model.get_input_embeddings()
             # transformers zeroes the padding token's. A policy can sample it, and the gradient of
             # RMSNorm at zero is 1 / sqrt(eps): one sample made the gradient norm 160, not 1.5.
             if embedding.padding_idx is not None:
-                embedding.weight.data[embedding.padding_idx].normal_(0.0, config.initializer_range)
+                spread = config.get_text_config().initializer_range
+                embedding.weight.data[embedding.padding_idx].normal_(0.0, spread)
     # save_pretrained also rewrites config.json in its own words; keep ours.
     partial = directory / ".weights.partial"
     shutil.rmtree(partial, ignore_errors=True)

@@ -65,7 +65,7 @@ def engine_overrides(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The same fields under one name each; ConfigError where two names of one field disagree."""
-    fields = dict(hf)
+    fields = flattened(hf)
     for name, others in tables_of("base")["aliases"].items():
         for other in others:
             value = fields.pop(other, None)
@@ -73,6 +73,17 @@ def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
                 fields[name] = value
             elif value is not None and fields[name] != value:
                 raise ConfigError(f"{name} = {fields[name]!r} and {other} = {value!r} disagree")
+    return fields
+
+
+def flattened(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with those of `text_config` among them. Models that see have such a table where
+    transformers 5 saved them; their authors wrote its fields beside `vision_config`."""
+    fields = dict(hf)
+    text = fields.pop("text_config", None) or {}
+    for name, value in text.items():
+        if name != "model_type":
+            fields.setdefault(name, value)
     return fields
 
 
@@ -138,7 +149,20 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         found[name] = value
     if given:
         raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(given)}")
+    _refuse_sections(fields, found.get("mrope_section"))
     return found
+
+
+def _refuse_sections(fields: Mapping[str, Any], sections: Any) -> None:
+    """ConfigError for sections that are not those of three positions, or not all of a head."""
+    if sections is None:
+        return
+    head_dim = derived(fields)["head_dim"]
+    if len(sections) != 3 or 2 * sum(sections) != head_dim:
+        raise ConfigError(
+            f"mrope_section = {sections} does not share out heads of {head_dim} features",
+            remedy=f"three numbers whose sum is {head_dim // 2}",
+        )
 
 
 def _refuse_unknown(fields: Mapping[str, Any], family: Family) -> None:

@@ -10,7 +10,7 @@ from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.errors import ConfigError, raised_as
-from grpo_megatron.plan.hf_config import derived, model_fields, unified
+from grpo_megatron.plan.hf_config import derived, flattened, model_fields, unified
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class ModelFacts:
     max_position_embeddings: int | None
     is_mla: bool  # multi-head latent attention (DeepSeek)
     has_query_rank: bool  # with it: queries have a low rank of their own
+    sees_images: bool = False  # has a vision tower (docs/vision.md)
 
     @property
     def is_moe(self) -> bool:
@@ -74,7 +75,8 @@ def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A checkpoint's `config.json`; ConfigError where it is missing or damaged."""
+    """A checkpoint's `config.json`, of a model that sees with its preprocessor_config.json as the
+    field `image_processor`; ConfigError where one is missing or damaged."""
     file = directory / "config.json"
     with (
         raised_as(
@@ -92,8 +94,21 @@ def read_config(directory: Path) -> dict[str, Any]:
             remedy="download the checkpoint again",
         ),
     ):
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = flattened(json.loads(file.read_text(encoding="utf-8")))
+        if "vision_config" in config:
+            config["image_processor"] = _image_processor(directory)
     return config
+
+
+def _image_processor(directory: Path) -> dict[str, Any]:
+    """What a checkpoint says of how images become patches; OSError where it says nothing,
+    ValueError for what is not JSON. transformers 5 may save it in a file for all modalities."""
+    of_all = directory / "processor_config.json"
+    if of_all.exists():
+        found = json.loads(of_all.read_text(encoding="utf-8")).get("image_processor")
+        if found is not None:
+            return dict(found)
+    return dict(json.loads((directory / "preprocessor_config.json").read_text(encoding="utf-8")))
 
 
 def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
@@ -122,4 +137,5 @@ def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
         is_mla=hf.get("kv_lora_rank") is not None,
         has_query_rank=hf.get("q_lora_rank") is not None,
         max_position_embeddings=hf.get("max_position_embeddings"),
+        sees_images="vision_config" in hf,
     )

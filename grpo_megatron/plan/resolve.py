@@ -128,6 +128,18 @@ def checkpoint_is_of_the_preset(config: RunConfig, model: ModelFacts) -> Violati
     return None
 
 
+@MODEL_RULES.rule("vision")
+def runs_have_no_images_yet(config: RunConfig, model: ModelFacts) -> Violation | None:
+    """Refuse a model that sees: the trainer computes it, engines are not asked about images."""
+    if not model.sees_images:
+        return None
+    return Violation(
+        "model.path",
+        f"the model ({model.model_type}) sees images, which no run samples yet",
+        remedy="use a text model",
+    )
+
+
 @MODEL_RULES.rule("cpu_head_size")
 def cpu_engine_knows_the_head_size(config: RunConfig, model: ModelFacts) -> Violation | None:
     """Latent attention takes any size: `rollout.plugin.cpu_latent_attention`."""

@@ -22,6 +22,9 @@ REWARD_HEAD = "score.weight"
 OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
+TOWER = "visual."
+"""Begins the names of the tensors of a vision tower, in Megatron's model and in Hugging Face's
+checkpoints."""
 CARRIED = "carried."
 """Begins the names of tensors that are kept although Megatron has no parameter for them."""
 ADAPTERS = "adapters."
@@ -59,6 +62,7 @@ def rules_for(model_type: str) -> tuple[Rule, ...]:
     family = family_of(model_type)
     rules = [_rule(name, name, tensor) for name, tensor in family.model.items()]
     rules.append(_rule(REWARD_HEAD, REWARD_HEAD, REWARD_HEAD))
+    rules.append(Rule(re.compile(TOWER + r"(?P<rest>.+)"), (TOWER + "{rest}",)))
     for name, tensors in family.layer.items():
         if isinstance(tensors, str):
             tensors = [tensors]

@@ -14,16 +14,23 @@ from grpo_megatron.plan.hf_config import (
     computation,
     derived,
     engine_overrides,
+    flattened,
     model_fields,
     rope_fields,
     unified,
 )
 from tests.trainer.families import MODELS
+from tests.trainer.vision import PROCESSOR, VISION
 
 LACKING = ("gpt_oss", "minimax_m2", "qwen3_next")
-FAMILIES = [name for name in family_names() if name not in (*LACKING, "kimi_k2")]
+SEEING = ["qwen2_5_vl"]
+"""Held against transformers by samples with images, in `tests/trainer/test_vision.py`."""
+FAMILIES = [name for name in family_names() if name not in (*LACKING, *SEEING, "kimi_k2")]
 """Kimi-K2 is DeepSeek-V3 by another name, which transformers does not know."""
 LLAMA = MODELS["llama"]
+_BESIDE_CONFIG = {"qwen2_5_vl": {"image_processor": PROCESSOR}}
+"""What `read_config` finds in other files."""
+SHAPES = MODELS | {"qwen2_5_vl": VISION | _BESIDE_CONFIG["qwen2_5_vl"]}
 
 
 def _defaults(model_type: str, **given: int) -> dict:
@@ -39,13 +46,13 @@ def _refusal(hf: dict) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + SEEING)
 def test_every_field_of_transformers_is_in_the_inventory(name):
     fields = unified(_defaults(name))
     assert set(fields) - family_of(name).fields.known == set()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + SEEING)
 def test_defaults_are_those_of_transformers(name):
     inventory, theirs = family_of(name).fields, unified(_defaults(name))
     partial = (theirs.get("rope_parameters") or {}).get("partial_rotary_factor")
@@ -80,18 +87,23 @@ def test_every_family_has_a_shape():
     assert {hf["model_type"] for hf in MODELS.values()} == {*FAMILIES, "kimi_k2"}
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if MODELS[n]["model_type"] in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [n for n in SHAPES if SHAPES[n]["model_type"] in FAMILIES + SEEING]
+)
 def test_both_spellings_say_the_same(name):
     """As authors write it, and as transformers 5 writes it after reading that."""
     from transformers import AutoConfig
 
-    hf = MODELS[name]
+    hf = SHAPES[name]
     config = AutoConfig.for_model(
         hf["model_type"], **{key: value for key, value in hf.items() if key != "model_type"}
     )
-    written = json.loads(config.to_json_string())
+    written = flattened({**json.loads(config.to_json_string()), **_BESIDE_CONFIG.get(name, {})})
     assert "rope_parameters" in written and "rope_theta" not in written
     ours, theirs = model_fields(hf), model_fields(written)
+    vision = ours.pop("vision_config", {})  # transformers adds defaults to a table of tables
+    for field, value in vision.items():
+        assert field == "model_type" or theirs["vision_config"][field] == value, field
     known = family_of(hf["model_type"]).fields
     for field in ours.keys() & theirs.keys() - {*known.ignored, *known.rope}:
         assert ours[field] == theirs[field], field
@@ -215,7 +227,7 @@ def test_every_family_that_is_trained_has_an_architecture():
             family = family_of(name)
         except ConfigError:
             continue
-        assert family.architecture.endswith("ForCausalLM")
+        assert family.architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
 
 
 @pytest.mark.parametrize(

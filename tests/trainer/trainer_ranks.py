@@ -21,6 +21,7 @@ from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import DistillationConfig, RoutingConfig, RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
+from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer.megatron import platform
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
@@ -67,8 +68,6 @@ class Setup:
         *,
         has_reward_head: bool = False,
     ):
-        import json
-
         info = RankInfo.from_environment()
         self.layout = TrainerConfig(
             **{
@@ -83,7 +82,7 @@ class Setup:
             release(_earlier.pop())
         initialize(self.layout, info, fresh_store())
         seed_everything(1)
-        self.hf = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
+        self.hf = read_config(Path(model)) | (hf_overrides or {})
         self.policy: Policy = build_policy(
             self.hf, self.layout, OPTIMIZER, lora=lora, has_reward_head=has_reward_head
         )

@@ -30,6 +30,7 @@ _CPU_FIXES: tuple[str, ...] = (
     "cpu_rotary_embedding",
     "cpu_routed_experts",
     "cpu_tied_head",
+    "cpu_without_torchvision",
 )
 
 

@@ -172,3 +172,6 @@ class _ProbeTable:
 
     def kept(self, row: int) -> None:
         return None
+
+    def images(self, row: int) -> tuple[()]:
+        return ()

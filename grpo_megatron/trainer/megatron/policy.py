@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+from grpo_megatron.images import ImageSettings
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.trainer.lora.adapter import Adapter
 from grpo_megatron.trainer.lora.attach import attach
@@ -31,6 +32,7 @@ from grpo_megatron.trainer.megatron.policy_model import PolicyModel
 from grpo_megatron.trainer.megatron.reward_head import RewardHead
 from grpo_megatron.trainer.megatron.rope import rotary
 from grpo_megatron.trainer.megatron.upstream_fixes import mark_expert_parameters
+from grpo_megatron.trainer.megatron.vision_tower import ImageFeatures, build_tower
 from grpo_megatron.trainer.routing.router_replay import RouteReplay
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from grpo_megatron.weights.parameters import TensorMap, rules_for
@@ -366,6 +368,11 @@ def build_models(
         )
         if not config.multi_latent_attention:
             model.rotary_pos_emb.inv_freq = rotary(rope, config.kv_channels)[0]
+        if "mrope_section" in rope:
+            model.mrope_sections = tuple(rope["mrope_section"])
+        if first and "vision_config" in hf:
+            model.visual = build_tower(hf, config.params_dtype)
+            model.image_features = ImageFeatures(model.visual, ImageSettings.of_model(hf))
         model.real_vocab_size = hf["vocab_size"]
         model.logprob_chunk_tokens = layout.logprob_chunk_tokens
         model.keep_logits = layout.keep_logits

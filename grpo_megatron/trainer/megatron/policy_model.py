@@ -7,10 +7,13 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 
+from grpo_megatron.batching.row_images import RowImages
+from grpo_megatron.device_copies import to_device
 from grpo_megatron.trainer.lora.attach import ModelAdapters
 from grpo_megatron.trainer.lora.checkpoint import sharded_adapters
 from grpo_megatron.trainer.megatron.context_parallel import OwnTokens, found_by_all
 from grpo_megatron.trainer.megatron.reward_head import RewardHead
+from grpo_megatron.trainer.megatron.vision_tower import ImageFeatures
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens, divergence
 from grpo_megatron.trainer.vocab_parallel.logprobs import policy_states, token_logprobs
 
@@ -36,6 +39,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     adapters: ModelAdapters | None = None
     """Of LoRA; None: all weights are trained."""
     has_reward_head: bool = False
+    image_features: ImageFeatures | None = None
+    """Of a model that sees, on the first pipeline stage."""
+    mrope_sections: tuple[int, ...] | None = None
+    """How many angles of a head go by positions in time, height and width; None: all go by one."""
     score: RewardHead
     """Of a reward model: the first row is the scalar at the position before each policy token, the
     second 0."""
@@ -49,14 +56,39 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         own: OwnTokens,
         squared_probs: bool = False,
         teachers: Sequence[TeacherTokens] = (),
+        images: RowImages | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute what the class says on the last pipeline stage, hidden states on the others."""
+        """Compute what the class says on the last pipeline stage, hidden states on the others.
+
+        images: of the row. Raises DataError where one cannot be read."""
         self._own = own
         self._squared_probs = squared_probs
         self._teachers = teachers
+        if self.mrope_sections is not None:
+            kwargs["packed_seq_params"].cu_seqlens_q.sections = self.mrope_sections
+        if images is not None and self.image_features is not None:
+            kwargs["decoder_input"] = self._embedded(args[0], args[1], images)
         output: torch.Tensor = super().forward(*args, **kwargs)
         return output
+
+    def _embedded(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor, images: RowImages
+    ) -> torch.Tensor:
+        """Embed the tokens of a row, int64 [1, T], those of images as what is seen in them:
+        [T, 1, H], or this rank's part of it under sequence parallelism."""
+        assert self.image_features is not None  # `forward` has looked
+        embedded: torch.Tensor = self.embedding(input_ids=tokens, position_ids=position_ids)
+        features = self.image_features.of(images)
+        first = 0
+        if self.config.sequence_parallel:
+            first = get_tensor_model_parallel_group().rank() * len(embedded)
+        places = images.places - first
+        is_here = (places >= 0) & (places < len(embedded))
+        where = to_device(torch.from_numpy(places[is_here]), embedded.device)
+        which = to_device(torch.from_numpy(images.features[is_here]), embedded.device)
+        seen = features.index_select(0, which).to(embedded.dtype)
+        return embedded.index_copy(0, where, seen[:, None])
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer, [V / TP, H]."""

@@ -4,6 +4,7 @@ functions, and the rotation of packed sequences.
 What Megatron-Core lacks: docs/findings.md. Angles of packed tokens are gathered once per
 micro-batch; the rotation's gradient is the rotation back, so only they are kept."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ def rotary(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     """Compute inverse frequencies, fp32 [rotated size / 2], and the factor of cosines and sines.
 
     rope: the result of `plan.hf_config.rope_fields`."""
-    if rope["type"] == "default":
+    if rope["type"] in ("default", "mrope"):
         size = int(head_dim * rope["percent"])
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / rope["theta"] ** exponents, 1.0
@@ -46,8 +47,10 @@ def rotate_packed(
 
     x: queries or keys, [T, heads, d], as is the result; cu_seqlens: int32 [S + 1], the angles are
     kept on it; its attribute `positions`, int64 [T], says where tokens are in their samples, by
-    default every sequence begins at 0; freqs: angles by position, [longest, 1, 1, rotary d], both
-    halves equal; scale: factor of cosines and sines (YaRN), one value for the same `freqs`."""
+    default every sequence begins at 0. Where there are three positions of each, int64 [3, T], its
+    attribute `sections` says how many angles go by each of them. freqs: angles by position,
+    [longest, 1, 1, rotary d], both halves equal; scale: factor of cosines and sines (YaRN), one
+    value for the same `freqs`."""
     owner: Any = cu_seqlens  # a tensor takes attributes of any name
     found: _Angles | None = getattr(owner, "rope", None)
     if found is None or found.freqs is not freqs or found.cos.dtype != x.dtype:
@@ -55,7 +58,7 @@ def rotate_packed(
         if positions is None:
             starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=x.size(0))
             positions = torch.arange(x.size(0), device=starts.device) - starts
-        angles = freqs[positions, 0, :, : freqs.size(-1) // 2]
+        angles = _angles_at(positions, freqs, getattr(owner, "sections", None))
         cos = (angles.cos() * scale).to(x.dtype)
         sin = (angles.sin() * scale).to(x.dtype)
         found = _Angles(freqs, cos, sin)
@@ -64,6 +67,20 @@ def rotate_packed(
         x, found.cos, found.sin
     )
     return rotated
+
+
+def _angles_at(
+    positions: torch.Tensor, freqs: torch.Tensor, sections: Sequence[int] | None
+) -> torch.Tensor:
+    """Angles of tokens at positions, int64 [T] or [3, T]: [T, 1, rotary d / 2]."""
+    half = freqs[:, 0, :, : freqs.size(-1) // 2]
+    if positions.dim() == 1:
+        return half[positions]
+    assert sections is not None  # of a model whose tokens have three positions
+    parts = []
+    for of_section, angles in zip(positions, half.split(list(sections), -1), strict=True):
+        parts.append(angles[of_section])
+    return torch.cat(parts, -1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from grpo_megatron.batching.packing import ExpertBalance
 from grpo_megatron.batching.prefix_rows import RowTree, SamplePaths, lay_out
+from grpo_megatron.batching.row_images import RowImages, positions_with_images, row_images
 from grpo_megatron.batching.row_split import RowSplit, split_row
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.device_copies import to_device
@@ -71,7 +72,7 @@ class MicroBatch:
     own_tokens: torch.Tensor
     """Where this rank's tokens are in the row, int64 [T / C], on the host."""
     tokens: torch.Tensor  # int64 [1, T / C]: this rank's
-    position_ids: torch.Tensor  # int64 [1, T / C]
+    position_ids: torch.Tensor  # int64 [1, T / C], or with images [3, T / C]
     packed: PackedSeqParams
     own: OwnTokens
     """The policy tokens that this rank looks at; below are those of all."""
@@ -79,6 +80,8 @@ class MicroBatch:
     targets: torch.Tensor  # int64 [n]: the policy tokens
     sample: torch.Tensor  # int64 [n], 0..S-1
     uses: TokenUses
+    images: RowImages | None
+    """What the tokens of images are; None: there are none."""
     rollout_logprobs: torch.Tensor  # fp32 [n]; minus infinity: unusable
     kept: KeptIds | None = None  # of truncated sampling
     # what passes found
@@ -209,7 +212,11 @@ def build_microbatch(
             token_on_host=token,
         )
     part = RowPart(split, context.rank)
-    position_ids = flat([tree.positions[own_tokens]], torch.int64)
+    positions = tree.positions
+    images = row_images(table, table_rows, tree)
+    if images is not None:
+        positions = positions_with_images(table, table_rows, tree)
+    position_ids = to_device(torch.from_numpy(positions[..., own_tokens]), device)
     bounds = flat([np.array(tree.bounds)], torch.int32)
     return MicroBatch(
         index=index,
@@ -219,13 +226,14 @@ def build_microbatch(
         split=split,
         own_tokens=torch.from_numpy(own_tokens),
         tokens=flat([tokens[own_tokens]], torch.int64)[None],
-        position_ids=position_ids[None],
+        position_ids=position_ids.reshape(-1, len(own_tokens)),
         packed=_packed(part, bounds, position_ids),
         own=_own_tokens(part, rows, targets, kept, device),
         rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),
         sample=flat([np.repeat(sample_of_sequence, counts)], torch.int64),
         uses=_token_uses(tree, paths),
+        images=images,
         rollout_logprobs=flat(rollout_logprobs, torch.float32),
         kept=kept,
     )
@@ -291,7 +299,8 @@ def _own_kept(kept: KeptIds | None, own_index: np.ndarray) -> KeptIds | None:
 def _packed(part: RowPart, bounds: torch.Tensor, positions: torch.Tensor) -> PackedSeqParams:
     """Describe the row to Megatron, and its tree and split to our attention and rotation.
 
-    bounds: of segments, int32 [B + 1]; positions: of this rank's tokens, int64 [T / C]."""
+    bounds: of segments, int32 [B + 1]; positions: of this rank's tokens, int64 [T / C] or, in time,
+    height and width, [3, T / C]."""
     tree = part.split.tree
     described: Any = bounds
     described.positions = positions  # for `trainer.megatron.rope`

@@ -333,6 +333,7 @@ class _ForwardStep:
             own=microbatch.own,
             squared_probs=self.squared_probs,
             teachers=microbatch.teachers,
+            images=microbatch.images,
         )
         self.replay.leave(model, microbatch.index, output)
         return output, partial(self.on_output, microbatch)

@@ -1,0 +1,60 @@
+"""Images of a run or of a recorded step: files named by the digests of their bytes."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from grpo_megatron.errors import DataError
+from grpo_megatron.files import link_or_copy, open_atomically, sync
+from grpo_megatron.images import digest_of
+
+IMAGES = "images"
+"""The folder's name, in a run and in each recorded step."""
+
+
+class ImageFolder:
+    """Keeps every image once. Files are whole, and never change."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def keep(self, content: bytes) -> str:
+        """Write the bytes of an image, unless they are there; returns their digest."""
+        digest = digest_of(content)
+        file = self.path / digest
+        if not file.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            with open_atomically(file) as whole:
+                whole.write(content)
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        """The bytes of an image. DataError where they are not there, or are others."""
+        file = self.path / digest
+        remedy = "delete the step; it is sampled anew"
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"cannot read an image: {error}", where=str(file), remedy=remedy
+            ) from error
+        if digest_of(content) != digest:
+            raise DataError("the image is not the one of its name", where=str(file), remedy=remedy)
+        return content
+
+    def link_to(self, other: "ImageFolder", digests: Iterable[str]) -> None:
+        """Give some images names in another folder, durably; bytes are copied only where the file
+        system has no hard links. DataError where one is missing."""
+        other.path.mkdir(parents=True, exist_ok=True)
+        for digest in sorted(set(digests)):
+            target = other.path / digest
+            if target.exists():
+                continue
+            try:
+                link_or_copy(self.path / digest, target)
+            except FileNotFoundError as error:
+                raise DataError(
+                    f"the image {digest} is not there",
+                    where=str(self.path),
+                    remedy="start the run anew: it keeps the images of its prompts there",
+                ) from error
+        sync(other.path)

@@ -1,0 +1,136 @@
+"""Images as a policy sees them: from the bytes of a file to patches, as transformers' image
+processor of Qwen2-VL makes them, with Pillow and NumPy alone.
+
+Patches are what was read, one byte a colour: engine and trainer scale and shift them themselves, in
+the same way, so that both compute with the same numbers.
+
+Shape legend: P patches of an image, D = 3 x temporal_patch_size x patch_size x patch_size."""
+
+import hashlib
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from grpo_megatron.errors import DataError
+
+LARGEST_PIXELS = 1 << 26
+"""Of an image before it is scaled down: more is a mistake or an attack, and takes gigabytes."""
+_MOST_OBLONG = 200
+"""Longest side by the shortest, as in transformers."""
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSettings:
+    """How a model's images become patches."""
+
+    patch_size: int
+    """Pixels of a patch's side."""
+    merge_size: int
+    """Patches of the side of a square that is one token."""
+    temporal_patch_size: int
+    """How often a still image is repeated in a patch, as frames."""
+    least_pixels: int
+    most_pixels: int
+    """An image is scaled, up or down, to have so many."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale_factor: float
+    """A colour c, 0 to 255, is seen as (c * rescale_factor - mean) / std."""
+
+    @classmethod
+    def of_model(cls, hf: Mapping[str, Any]) -> "ImageSettings":
+        """Read them from `plan.model_facts.read_config` of a model that sees."""
+        vision = hf["vision_config"]
+        processor = hf["image_processor"]
+        size = processor.get("size") or {}
+        least = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+        most = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+        return cls(
+            patch_size=vision.get("patch_size", 14),
+            merge_size=vision.get("spatial_merge_size", 2),
+            temporal_patch_size=vision.get("temporal_patch_size", 2),
+            least_pixels=least,
+            most_pixels=most,
+            mean=tuple(processor.get("image_mean") or _CLIP_MEAN),
+            std=tuple(processor.get("image_std") or _CLIP_STD),
+            rescale_factor=processor.get("rescale_factor") or 1 / 255,
+        )
+
+    @property
+    def token_pixels(self) -> int:
+        """Pixels of the side of the square that is one token."""
+        return self.patch_size * self.merge_size
+
+    def tokens_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return rows and columns of tokens of an image of so many pixels.
+
+        Raises DataError for one that is too oblong."""
+        if max(width, height) > _MOST_OBLONG * min(width, height):
+            raise DataError(
+                f"an image of {width} x {height} pixels is longer than {_MOST_OBLONG} times its "
+                "width",
+                remedy="cut it, or leave the row out",
+            )
+        side = self.token_pixels
+        rows = round(height / side)
+        columns = round(width / side)
+        if rows * columns * side**2 > self.most_pixels:
+            shrink = math.sqrt(height * width / self.most_pixels)
+            return (
+                max(1, math.floor(height / shrink / side)),
+                max(1, math.floor(width / shrink / side)),
+            )
+        if rows * columns * side**2 < self.least_pixels:
+            grow = math.sqrt(self.least_pixels / (height * width))
+            return math.ceil(height * grow / side), math.ceil(width * grow / side)
+        return rows, columns
+
+
+def digest_of(content: bytes) -> str:
+    """Name an image by its bytes: sha256, hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_image(content: bytes) -> Image.Image:
+    """Decode the bytes of an image file, upright and in RGB.
+
+    Raises DataError for what is no image, is cut off or damaged, or has more than `LARGEST_PIXELS`.
+    """
+    if not content:
+        raise DataError("the image has no bytes", remedy="leave the row out, or mend the image")
+    try:
+        image = Image.open(io.BytesIO(content))
+        width, height = image.size
+        if width * height > LARGEST_PIXELS:
+            raise DataError(
+                f"an image of {width} x {height} pixels is larger than {LARGEST_PIXELS} pixels",
+                remedy="scale it down, or leave the row out",
+            )
+        image.load()
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"not a readable image: {error}", remedy="leave the row out, or mend the image"
+        ) from error
+
+
+def patches_of(content: bytes, rows: int, columns: int, settings: ImageSettings) -> np.ndarray:
+    """Return the patches of an image of so many rows and columns of tokens, uint8 [P, D].
+
+    Patches of a token are neighbours, tokens come row by row. Raises DataError as `read_image`."""
+    side = settings.token_pixels
+    image = read_image(content).resize((columns * side, rows * side), Image.Resampling.BICUBIC)
+    merge = settings.merge_size
+    patch = settings.patch_size
+    pixels = np.asarray(image).reshape(rows, merge, patch, columns, merge, patch, 3)
+    # token row, token column, patch row, patch column, colour, pixel row, pixel column
+    pixels = pixels.transpose(0, 3, 1, 4, 6, 2, 5)
+    frames = np.repeat(pixels[:, :, :, :, :, None], settings.temporal_patch_size, axis=5)
+    return frames.reshape(rows * columns * merge**2, -1)

@@ -1,0 +1,170 @@
+"""A tiny model that sees, recorded samples with images, and what transformers computes for them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from grpo_megatron.batching.image_folder import IMAGES, ImageFolder
+from grpo_megatron.batching.manifest import StepFacts
+from grpo_megatron.batching.store import (
+    SampleRow,
+    SampleTable,
+    begin_step,
+    finish_step,
+    write_shard,
+)
+from grpo_megatron.data.tiny_model import init_weights
+from grpo_megatron.images import ImageSettings
+from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.types import Completion, Prompt, PromptImage, RolloutGroup, VersionSpan
+
+VOCAB = 96
+IMAGE_TOKEN = 90
+VISION: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+        "window_size": 112,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "initializer_range": 0.1,
+    },
+}
+"""As the authors of Qwen2.5-VL wrote it: the text's fields beside `vision_config`."""
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 28 * 28,
+    "max_pixels": 28 * 28 * 64,
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+SIZES = [[(40, 30)], [], [(100, 60), (28, 140)], [(200, 190)], [(40, 30)], [(40, 30)]]
+"""Widths and heights of the images of each prompt, in pixels."""
+
+
+def write_vision_model(directory: Path, seed: int = 0, hf: dict[str, Any] = VISION) -> str:
+    """Write a random checkpoint; biases and norms are not those of a fresh model, either."""
+    from safetensors.torch import load_file, save_file
+
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(hf))
+    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    init_weights(directory, seed)
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
+        if tensor.dim() == 1:
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return str(directory)
+
+
+def png(width: int, height: int, seed: int) -> bytes:
+    """Draw noise, which no scaling leaves as it is."""
+    rng = np.random.default_rng(seed)
+    file = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_vision_samples(directory: Path, model: str, num_samples: int = 3) -> str:
+    """Record ragged samples of prompts with 0, 1 and 2 images. The fifth prompt has the tokens of
+    the first, and another image; the sixth has its tokens and image."""
+    rng = np.random.default_rng(0)
+    settings = ImageSettings.of_model(read_config(Path(model)))
+    working = begin_step(directory)
+    folder = ImageFolder(working / IMAGES)
+    groups = []
+    for number, sizes in enumerate(SIZES):
+        text = np.random.default_rng(0 if number in (0, 4, 5) else number)
+        ids = text.integers(0, IMAGE_TOKEN, 3).tolist()
+        images = []
+        for place, (width, height) in enumerate(sizes):
+            seed = 0 if number in (0, 5) else 10 * number + place
+            rows, columns = settings.tokens_of(width, height)
+            digest = folder.keep(png(width, height, seed))
+            ids.append(92)
+            images.append(PromptImage(digest, len(ids), rows, columns))
+            ids += [IMAGE_TOKEN] * (rows * columns)
+            ids += [93, *text.integers(0, IMAGE_TOKEN, 2).tolist()]
+        completions = []
+        for _ in range(num_samples):
+            count = int(rng.integers(1, 9))
+            tokens = rng.integers(0, IMAGE_TOKEN, count).astype(np.int32)
+            logprobs = -rng.exponential(3.0, count).astype(np.float32)
+            completions.append(
+                Completion(tokens, logprobs, (VersionSpan(0, 0, count),), "stop", "")
+            )
+        prompt = Prompt(str(number), "d", "", tuple(ids), "", images=tuple(images))
+        groups.append(RolloutGroup(prompt, tuple(completions), 0))
+    rows = []
+    for row in range(len(SIZES) * num_samples):
+        rows.append(SampleRow(0, row, row // num_samples, 0, float(rng.normal())))
+    shard = write_shard(working / "rollout-0.safetensors", groups)
+    components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
+    finish_step(directory, [shard], rows, StepFacts(), components)
+    return str(directory)
+
+
+def reference_logprobs(model: str, samples: str) -> list[np.ndarray]:
+    """Compute the log-probs of every sample's completion by transformers alone, fp32: pixels, too,
+    are those of its own image processor."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+    processor = Qwen2VLImageProcessorPil.from_pretrained(model)
+    table = SampleTable(Path(samples))
+    found = []
+    for row in range(len(table)):
+        completion, _ = table.completion(row)
+        ids = np.concatenate([table.prompt_ids(row), completion]).astype(np.int64)
+        tokens = torch.from_numpy(ids)[None]
+        seen = {}
+        images = [
+            Image.open(io.BytesIO(table.image_folder.read(image.digest)))
+            for image in table.images(row)
+        ]
+        if images:
+            seen = dict(processor(images, return_tensors="pt"))
+            seen["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).long()
+        with torch.no_grad():
+            logits = policy(input_ids=tokens, **seen).logits[0]
+        of_completion = logits[-len(completion) - 1 : -1].log_softmax(-1)
+        places = torch.from_numpy(completion.astype(np.int64))[:, None]
+        found.append(of_completion.gather(-1, places)[:, 0].numpy())
+    return found
