@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import ConfigError, DataError
 
 LARGEST_PIXELS = 1 << 26
 """Of an image before it is scaled down: more is a mistake or an attack, and takes gigabytes."""
 _MOST_OBLONG = 200
 """Longest side by the shortest, as in transformers."""
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +44,19 @@ class ImageSettings:
 
     @classmethod
     def of_model(cls, hf: Mapping[str, Any]) -> "ImageSettings":
-        """Read them from `plan.model_facts.read_config` of a model that sees."""
+        """Read them from `plan.model_facts.read_config` of a model that sees.
+
+        Raises ConfigError where mean and deviation are missing: engines would then take colours as
+        they are, transformers those of its class."""
         vision = hf["vision_config"]
         processor = hf["image_processor"]
+        for name in ("image_mean", "image_std"):
+            if len(processor.get(name) or ()) != 3:
+                raise ConfigError(
+                    f"{name} is not three numbers",
+                    where="preprocessor_config.json",
+                    remedy="copy the file of the original checkpoint",
+                )
         size = processor.get("size") or {}
         least = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
         most = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
@@ -58,8 +66,8 @@ class ImageSettings:
             temporal_patch_size=vision.get("temporal_patch_size", 2),
             least_pixels=least,
             most_pixels=most,
-            mean=tuple(processor.get("image_mean") or _CLIP_MEAN),
-            std=tuple(processor.get("image_std") or _CLIP_STD),
+            mean=tuple(processor["image_mean"]),
+            std=tuple(processor["image_std"]),
             rescale_factor=processor.get("rescale_factor") or 1 / 255,
         )
 

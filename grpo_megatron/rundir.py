@@ -34,6 +34,7 @@ class RunDir:
     metrics_normalisers = _Entry("metrics_normalisers.json")  # what each metric is a mean over
     events = _Entry("events.jsonl")  # starts, deaths, checkpoints, publishes
     store = _Entry("store")  # step_000123/: immutable, checksummed samples of one step
+    images = _Entry("images")  # of prompts, by the digests of their bytes
     rollouts = _Entry("rollouts", by_attempt=True)  # samples that are not in the store yet
     samples = _Entry("samples")  # best and worst completions per step, readable
     checkpoints = _Entry("checkpoints")  # step_000100/: Megatron checkpoint and run state

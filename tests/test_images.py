@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from grpo_megatron import images
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import ConfigError, DataError
 from grpo_megatron.images import ImageSettings, patches_of, read_image
 from tests.trainer.vision import PROCESSOR, VISION, png
 
@@ -38,8 +38,16 @@ def test_patches_are_those_of_transformers(width, height):
 
 
 def test_settings_of_either_spelling():
-    by_size = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}}
+    by_size = PROCESSOR | {"min_pixels": None, "max_pixels": None}
+    by_size |= {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}}
     assert ImageSettings.of_model(VISION | {"image_processor": by_size}) == SETTINGS
+
+
+def test_colours_without_a_mean_are_refused():
+    """vLLM would take them as they are."""
+    without = {"image_processor": PROCESSOR | {"image_mean": None}}
+    with pytest.raises(ConfigError, match="image_mean is not three numbers"):
+        ImageSettings.of_model(VISION | without)
 
 
 def test_images_lie_upright_and_have_three_colours():

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
 from grpo_megatron.controller.demonstrations import Demonstrations
@@ -176,7 +177,8 @@ class ColdStart:
             if self._config.placement.mode == "colocated":
                 await self._publisher.pause_engines()
             await self._judges.pause(sleep=self._config.placement.gpus_per_node > 0)
-            record_completions(self._directory, samples)
+            images = ImageFolder(self._run_dir.images)
+            record_completions(self._directory, samples, images=images)
             async with self._publisher.training():
                 report = await self._trainer.call(
                     TrainColdStart(directory=self._directory, first_update=self._steps)

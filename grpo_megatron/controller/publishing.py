@@ -6,12 +6,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
+from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient, EngineUnreachable
 from grpo_megatron.rollout.engine_control import EngineControl, require_equal_weights
+from grpo_megatron.rollout.engine_images import EngineImage, EngineImages
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
@@ -37,6 +39,8 @@ _CANARY = "canary"
 class Publisher:
     """Brings the trainer's weights into the engines of a run, and pauses those engines before.
 
+    images: of the prompts of log-prob checks, where the model sees any.
+
     An engine that dies meanwhile is left behind; EngineError where none is left, and none may
     return. One that was started again gets the present weights alone (`join`).
 
@@ -47,8 +51,14 @@ class Publisher:
         sent_fraction: Bytes that the last publish sent, of those of the whole weights."""
 
     def __init__(
-        self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink, engines: ReplicaPool
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        trainer: TrainerLink,
+        engines: ReplicaPool,
+        images: EngineImages | None = None,
     ):
+        self._images = images
         self.config = config
         self.run_dir = run_dir
         self.trainer = trainer
@@ -299,8 +309,13 @@ class Publisher:
         seed = None
         if rollout.deterministic:
             seed = derive_seed(self.config.seed, _CANARY, self.version, prompt.prompt_id)
+        images: tuple[EngineImage, ...] = ()
+        if prompt.images:
+            assert self._images is not None  # of a model that sees
+            images = self._images.of(prompt.images)
         [completion] = await client.generate(
             prompt.token_ids,
+            images=images,
             max_tokens=min(LOGPROB_CHECK_TOKENS, self.config.max_new_tokens_of(prompt.domain)),
             temperature=rollout.temperature,
             seed=seed,
@@ -315,7 +330,7 @@ class Publisher:
         samples = []
         for prompt, completion in zip(prompts, completions, strict=True):
             samples.append((0, prompt, completion))
-        record_completions(directory, samples, engine)
+        record_completions(directory, samples, engine, ImageFolder(self.run_dir.images))
         found = await self.trainer.call(CompareLogprobs(directory))
         if found.problem:
             raise MismatchError(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_megatron.batching.image_folder import IMAGES, ImageFolder
 from grpo_megatron.batching.manifest import StepFacts, is_recorded
 from grpo_megatron.batching.sequences import shard_order
 from grpo_megatron.batching.spool import StoredShard, link_shard
@@ -40,13 +41,15 @@ def record_step(
     teacher_logprobs: Mapping[str, np.ndarray] | None = None,
     *,
     together: bool = False,
+    images: ImageFolder | None = None,
 ) -> None:
     """Make a step of the shards in which the groups lie, in the order in which they come: equal
     rollouts give equal files. Each of `num_updates` optimizer steps trains a contiguous, nearly
     equal part. A shard may hold samples that no row names: those of groups that are not trained.
 
     teacher_logprobs: as `ServedTeachers.answers` gives them; together: all answers of a group are
-    one episode, which no micro-batch splits."""
+    one episode, which no micro-batch splits; images: of prompts, where these have some. DataError
+    where one of them is missing."""
     working = begin_step(directory)
     numbers: dict[StoredShard, int] = {}
     rows = []
@@ -74,6 +77,7 @@ def record_step(
     entries = []
     for shard, number in numbers.items():
         entries.append(link_shard(shard, working / f"rollout-{number}.safetensors"))
+    _link_images([group.group.prompt for group in groups], images, working)
     sync(working)
     finish_step(
         directory,
@@ -84,6 +88,14 @@ def record_step(
         _steps(groups, decode),
         teacher_logprobs,
     )
+
+
+def _link_images(prompts: Sequence[Prompt], images: ImageFolder | None, working: Path) -> None:
+    """Give the images of prompts a name in a step's directory."""
+    digests = {image.digest for prompt in prompts for image in prompt.images}
+    if digests:
+        assert images is not None  # of a model that sees
+        images.link_to(ImageFolder(working / IMAGES), digests)
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
@@ -135,9 +147,14 @@ def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
 
 
 def record_completions(
-    directory: Path, samples: Sequence[tuple[int, Prompt, Completion]], name: str = "completions"
+    directory: Path,
+    samples: Sequence[tuple[int, Prompt, Completion]],
+    name: str = "completions",
+    images: ImageFolder | None = None,
 ) -> None:
-    """Write (optimizer step, prompt, completion) for the trainer to compute, one sample each."""
+    """Write (optimizer step, prompt, completion) for the trainer to compute, one sample each.
+
+    images: as of `record_step`."""
     groups = []
     for _, prompt, completion in samples:
         groups.append(RolloutGroup(prompt, (completion,), 0))
@@ -149,7 +166,9 @@ def record_completions(
                 shard=0, index=place, group=number, update=update, reward=0.0, episode=number
             )
             rows.append(row)
-    shard = write_shard(begin_step(directory) / f"{name}.safetensors", groups)
+    working = begin_step(directory)
+    _link_images([group.prompt for group in groups], images, working)
+    shard = write_shard(working / f"{name}.safetensors", groups)
     finish_step(directory, [shard], rows, StepFacts())
 
 

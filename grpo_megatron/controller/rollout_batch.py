@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
 from grpo_megatron.config.run import RunConfig, SamplingConfig
 from grpo_megatron.controller.allocation import Allocation
@@ -144,6 +145,7 @@ class StepSampler:
             facts,
             self._tokenizer.decode,
             teacher_logprobs,
+            images=ImageFolder(self._run_dir.images),
         )
 
         waited = 0.0  # for the weights

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from grpo_megatron.batching.spool import ShardReport
+from grpo_megatron.types import PromptImage
 
 
 class ChunkProblem(msgspec.Struct, frozen=True):
@@ -25,6 +26,8 @@ class ChunkPrompt(msgspec.Struct, frozen=True):
     end: int
     problem: ChunkProblem | None = None
     """In a domain with an environment."""
+    images: tuple[PromptImage, ...] = ()
+    """Their files are in the run's folder of images."""
 
 
 class EngineAddress(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from grpo_megatron.errors import EngineError, raised_as
+from grpo_megatron.rollout.engine_images import EngineImage, features_of
 from grpo_megatron.types import Completion, SamplingMask, VersionSpan
 
 _NO_PROBABILITY = -9999.0  # vLLM's for NaN and for minus infinity, which JSON cannot carry
@@ -45,6 +46,8 @@ class GenerateRequest:
     is_continuation: bool = False  # of a sample that was asked for before; only counted
     truncation: Mapping[str, float] = field(default_factory=dict)
     """See `RolloutConfig.truncation`; completions then tell which ids were kept."""
+    images: Sequence[EngineImage] = ()
+    """Those of the prompt, whose ids have all tokens of each."""
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that is sent."""
@@ -63,7 +66,13 @@ class GenerateRequest:
             sampling["seed"] = self.seed
         if self.routes_from:
             sampling["routed_experts_prompt_start"] = self.routes_from
-        return {"token_ids": list(self.prompt_token_ids), "sampling_params": sampling}
+        body: dict[str, Any] = {
+            "token_ids": list(self.prompt_token_ids),
+            "sampling_params": sampling,
+        }
+        if self.images:
+            body["features"] = features_of(self.images)
+        return body
 
     def decode(self, body: bytes, where: str) -> GenerateAnswer:
         """The completions, ordered by index and without text; `where` is the engine.

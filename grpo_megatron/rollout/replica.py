@@ -27,7 +27,7 @@ from grpo_megatron.network import (
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.hf_config import engine_overrides
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
-from grpo_megatron.plan.model_facts import facts_from_hf
+from grpo_megatron.plan.model_facts import facts_from_hf, read_config
 from grpo_megatron.rollout.plugin import adapter_slot, engine_token
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rollout.server_progress import PATH_VARIABLE
@@ -205,6 +205,8 @@ def _from_tables(
     host, port = address
     on_cpu = is_cpu_engine()
     hf = _hf_config(Path(model_path))
+    sees = "vision_config" in hf
+    samples = conditions.get("samples", False)
     loopback = host in (LOOPBACK, "::1", "localhost")
     filled_in = {
         **rollout.model_dump(),
@@ -218,6 +220,9 @@ def _from_tables(
     conditions = {
         "always": True,
         **conditions,
+        "reads_text_only": samples and not sees,
+        "sees": sees,
+        "cpu_sees": sees and on_cpu,
         "cpu": on_cpu,
         "data_parallel": rollout.data_parallel_size > 1,
         "expert_parallel": rollout.expert_parallel,
@@ -254,11 +259,9 @@ def _plugins() -> list[str]:
 
 def _hf_config(model: Path) -> dict[str, Any]:
     """config.json of a checkpoint directory; empty where there is none: vLLM says so better."""
-    file = model / "config.json"
-    if not file.exists():
+    if not (model / "config.json").exists():
         return {}
-    config: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    return config
+    return read_config(model)
 
 
 def num_threads(config: RunConfig) -> int:

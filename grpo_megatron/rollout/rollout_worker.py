@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.rollout.engine_images import EngineImage, EngineImages
 from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.segments import Ask, complete, derive_seed, finish_or_cancel
@@ -40,7 +41,8 @@ class _Request(NamedTuple):
 
 class RolloutWorker:
     """Samples on a pool of replicas. `decode`, token ids to text, is for `Completion.text`;
-    `episodes`, by domain, for prompts that an environment replies to."""
+    `episodes`, by domain, for prompts that an environment replies to; `images` for prompts that
+    have some."""
 
     def __init__(
         self,
@@ -50,7 +52,9 @@ class RolloutWorker:
         stop_token_ids: Sequence[int] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
         episodes: Mapping[str, PlaysEpisodes] | None = None,
+        images: EngineImages | None = None,
     ):
+        self._images = images
         self.config = config
         self.pool = pool
         self.episodes = episodes or {}
@@ -122,6 +126,13 @@ class RolloutWorker:
         await batch.serve_all(requests)
         return batch.groups()
 
+    def images_of(self, prompt: Prompt) -> tuple[EngineImage, ...]:
+        """What engines need of a prompt's images. DataError where one cannot be read."""
+        if not prompt.images:
+            return ()
+        assert self._images is not None  # of a model that sees
+        return self._images.of(prompt.images)
+
     def text_of(self, completion: Completion) -> str:
         """Decode a completion's tokens, special ones as `decode` does."""
         return self._decode(completion.token_ids.tolist())
@@ -190,10 +201,13 @@ class _Batch:
 
     async def _serve(self, request: _Request, replica: Replica) -> None:
         prompt = self._prompts[request.prompt]
+        images = await asyncio.to_thread(self._worker.images_of, prompt)
         servers = [replica]
 
         async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
             settings["is_continuation"] = len(servers) > 1
+            if images:
+                settings["images"] = images
             async with self._asking:
                 completions, server = await self._pool.call(
                     lambda r: r.client.generate(token_ids, **self._sampling, **settings),

@@ -24,6 +24,7 @@ from grpo_megatron.network import Endpoint, carries_token, own_address
 from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, EngineAddress, SampledChunk
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.door import Door
+from grpo_megatron.rollout.engine_images import EngineImages, engine_images
 from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.rollout_worker import PlaysEpisodes, RolloutWorker
@@ -40,7 +41,8 @@ _END_S = 5.0
 class WorkerService:
     """Samples chunks on the engines that each of them names; `close` it when done.
 
-    environment_metrics: takes what its environments have counted since the last call."""
+    environment_metrics: takes what its environments have counted since the last call; images: of
+    prompts, where the model sees any."""
 
     def __init__(
         self,
@@ -50,10 +52,12 @@ class WorkerService:
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
         episodes: Mapping[str, PlaysEpisodes] | None = None,
         environment_metrics: Callable[[], dict[str, float]] = dict,
+        images: EngineImages | None = None,
     ):
         self._config = config
         self._environment_metrics = environment_metrics
         self._episodes = episodes
+        self._images = images
         self._stop_token_ids = stop_token_ids
         self._decode = decode
         self._route_shape = recorded_shape(config)
@@ -93,6 +97,7 @@ class WorkerService:
             stop_token_ids=self._stop_token_ids,
             decode=self._decode,
             episodes=self._episodes,
+            images=self._images,
         )
         prompts = []
         samples = []
@@ -148,7 +153,7 @@ class WorkerService:
 def _prompt_of(asked: ChunkPrompt) -> Prompt:
     problem = asked.problem
     if problem is None:
-        return Prompt(asked.prompt_id, asked.domain, "", asked.token_ids, "")
+        return Prompt(asked.prompt_id, asked.domain, "", asked.token_ids, "", images=asked.images)
     return Prompt(
         asked.prompt_id,
         asked.domain,
@@ -244,6 +249,7 @@ def main(run_path: str, attempt: str, index: int) -> None:
                 decode=tokenizer.decode,
                 episodes={**played, **driven},
                 environment_metrics=take_metrics,
+                images=engine_images(run_dir, model),
             )
             await serve(service, address, endpoint)
 

@@ -390,6 +390,7 @@ class _Call:
                     of_prompt.start,
                     of_prompt.stop,
                     problem,
+                    prompt.images,
                 )
             )
         addresses: list[EngineAddress | None] = [None] * (self._engines.replicas[-1].index + 1)

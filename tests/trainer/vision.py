@@ -31,7 +31,7 @@ VISION: dict[str, Any] = {
     "model_type": "qwen2_5_vl",
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "vocab_size": VOCAB,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -39,7 +39,7 @@ VISION: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
     "image_token_id": IMAGE_TOKEN,
@@ -49,10 +49,10 @@ VISION: dict[str, Any] = {
     "vision_config": {
         "model_type": "qwen2_5_vl",
         "depth": 2,
-        "hidden_size": 32,
+        "hidden_size": 64,
         "intermediate_size": 64,
         "num_heads": 2,
-        "out_hidden_size": 64,
+        "out_hidden_size": 128,
         "fullatt_block_indexes": [1],
         "window_size": 112,
         "patch_size": 14,
@@ -69,6 +69,8 @@ PROCESSOR = {
     "patch_size": 14,
     "merge_size": 2,
     "temporal_patch_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
 SIZES = [[(40, 30)], [], [(100, 60), (28, 140)], [(200, 190)], [(40, 30)], [(40, 30)]]
 """Widths and heights of the images of each prompt, in pixels."""
@@ -81,6 +83,7 @@ def write_vision_model(directory: Path, seed: int = 0, hf: dict[str, Any] = VISI
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(hf))
     (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    _write_tokenizer(directory)
     init_weights(directory, seed)
     tensors = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
@@ -89,6 +92,24 @@ def write_vision_model(directory: Path, seed: int = 0, hf: dict[str, Any] = VISI
             tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return str(directory)
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """Write one whose only texts are numbers and marks; engines load it, and do not use it."""
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {f"t{number}": number for number in range(VOCAB)}
+    for mark, number in (
+        ("<|image_pad|>", IMAGE_TOKEN),
+        ("<|video_pad|>", 91),
+        ("<|vision_start|>", 92),
+        ("<|vision_end|>", 93),
+    ):
+        del vocabulary[f"t{number}"]
+        vocabulary[mark] = number
+    Tokenizer(models.WordLevel(vocabulary)).save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t1"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def png(width: int, height: int, seed: int) -> bytes:

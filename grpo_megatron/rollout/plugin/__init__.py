@@ -15,6 +15,7 @@ _FIXES: tuple[str, ...] = (
     "cached_prompt_tokens",
     "data_parallel_answers",
     "engine_orphans",
+    "input_norm_buffers",
     "whole_outputs",
     "whole_sequences",
 )
