@@ -80,6 +80,7 @@ class Problem:
     question: str
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)  # what else the source knows
+    where: str = ""  # file and row, for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,11 @@ class Prompt:
     """As its source has it, before any template; of a conversation, what the user says last."""
     images: tuple[PromptImage, ...] = ()
     """In the order of their places."""
+
+    @property
+    def content(self) -> str:
+        """Equal for prompts of the same text and images only."""
+        return "\0".join([self.text, *(image.digest for image in self.images)])
 
 
 @dataclass(frozen=True, slots=True)

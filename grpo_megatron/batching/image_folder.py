@@ -1,10 +1,11 @@
 """Images of a run or of a recorded step: files named by the digests of their bytes."""
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_megatron.errors import DataError
-from grpo_megatron.files import link_or_copy, open_atomically, sync
+from grpo_megatron.files import link_or_copy, sync
 from grpo_megatron.images import digest_of
 
 IMAGES = "images"
@@ -18,13 +19,17 @@ class ImageFolder:
         self.path = path
 
     def keep(self, content: bytes) -> str:
-        """Write the bytes of an image, unless they are there; returns their digest."""
+        """Write the bytes of an image, unless they are there; returns their digest.
+
+        Not durably: a run that begins anew keeps them again. Threads may keep the same image."""
         digest = digest_of(content)
         file = self.path / digest
-        if not file.exists():
-            self.path.mkdir(parents=True, exist_ok=True)
-            with open_atomically(file) as whole:
-                whole.write(content)
+        if file.exists() and file.stat().st_size == len(content):
+            return digest
+        self.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as partial:
+            partial.write(content)
+        Path(partial.name).replace(file)
         return digest
 
     def read(self, digest: str) -> bytes:
@@ -50,6 +55,7 @@ class ImageFolder:
             if target.exists():
                 continue
             try:
+                sync(self.path / digest)
                 link_or_copy(self.path / digest, target)
             except FileNotFoundError as error:
                 raise DataError(

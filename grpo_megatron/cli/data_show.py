@@ -16,6 +16,7 @@ from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.conversation import MESSAGES
 from grpo_megatron.data.dataset_answers import end_of_turn
+from grpo_megatron.data.prompt_images import ImageReader
 from grpo_megatron.data.prompt_text import PromptRenderer, messages_of, tokenizer_directory
 from grpo_megatron.data.prompts import tokenised
 from grpo_megatron.data.sources import iterate_problems
@@ -43,13 +44,15 @@ def show_domains(config: RunConfig, run_model: Path, say: Say) -> None:
         if config.model.path is None and run_model.is_dir():
             directory = run_model
         tokenizer = None
+        images = None
         if directory is not None:
             tokenizer = load_tokenizer(directory)
+            images = ImageReader.of_model(directory, tokenizer)
         else:
             say(f"{_absent_model(config)}: prompts are shown as text only")
             say("")
         for domain in config.domains:
-            _show_domain(domain, config, tokenizer, say)
+            _show_domain(domain, config, tokenizer, images, say)
 
 
 def _absent_model(config: RunConfig) -> str:
@@ -59,14 +62,18 @@ def _absent_model(config: RunConfig) -> str:
 
 
 def _show_domain(
-    domain: DomainConfig, config: RunConfig, tokenizer: TextTokenizer | None, say: Say
+    domain: DomainConfig,
+    config: RunConfig,
+    tokenizer: TextTokenizer | None,
+    images: ImageReader | None,
+    say: Say,
 ) -> None:
     problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
-    say(f"domain {domain.name}, from {domain.path or domain.dataset}")
+    say(f"domain {domain.name}, from {domain.path or domain.dataset or domain.source}")
     if tokenizer is None:
         prompts = _text_only(domain, problems)
     else:
-        prompts = tokenised(domain, problems, tokenizer)
+        prompts = tokenised(domain, problems, tokenizer, images)
         if domain.template == CHAT:
             _show_chat_template(domain, prompts[0], tokenizer, say)
     components = components_of(domain, config.max_new_tokens_of(domain.name))
@@ -78,6 +85,8 @@ def _show_domain(
         _show_text(prompt.text, say)
         if tokenizer is not None:
             _show_tokens(prompt.token_ids, tokenizer, longest, say)
+        for image in prompt.images:
+            say(f"image {image.digest[:16]}: {image.rows} x {image.columns} tokens")
         say(f"answer: {_shortened(prompt.answer, 200)}")
         for name, words in verdict.items():
             say(f"reward {name} of the answer: {words}")

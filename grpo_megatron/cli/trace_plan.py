@@ -7,6 +7,7 @@ from grpo_megatron.cli.inspect_commands import resolve_any
 from grpo_megatron.cli.run_commands import print_advice
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.memory import offloads_optimizer
+from grpo_megatron.plan.vision import require_text_model
 
 _PROGRAM = "grpo_megatron.trace"
 
@@ -35,6 +36,7 @@ def trace(source: str, overrides: list[str], *, as_json: bool) -> int:
             remedy="trace the recipe with trainer.offload_optimizer=false; all but the optimizer "
             "is the same",
         )
+    require_text_model(config, "a trace")
     command = [sys.executable, "-m", _PROGRAM, source, *overrides]
     if as_json:
         command.append("--json")

@@ -54,15 +54,17 @@ class DomainConfig(Strict):
 
     name: str
     """Name in metrics."""
-    source: Literal["reasoning_gym", "file", "run"]
+    source: Literal["reasoning_gym", "file", "run", "shapes"]
     """`reasoning_gym`: procedural problems; `file`: JSONL, Parquet, JSON or CSV; `run`: samples
-    that an RL run has recorded, as preferences."""
+    that an RL run has recorded, as preferences; `shapes`: pictures of shapes to be counted
+    (docs/vision.md)."""
     dataset: str | None = None
     """reasoning-gym data set, for example `chain_sum`."""
     arguments: dict[str, Any] = {}
     """Arguments of the reasoning-gym data set, for example `{min_digits = 2}`; of a file:
     `answer_after`, `domain_field`, `split` (docs/recipes.md); of a run: `pairs`, `domain`
-    (docs/preferences.md)."""
+    (docs/preferences.md); of shapes: `side`, `shape_side`, `fewest`, `most`, `most_others`,
+    `kinds`, `question`, `seed` (docs/vision.md)."""
     path: InputPath | None = None
     """File, or a folder with the shards of a data set; of source `run`, the directory of a run."""
     prompt_field: str = "question"
@@ -70,8 +72,13 @@ class DomainConfig(Strict):
     fields of known benchmarks are found as well."""
     answer_field: str = "answer"
     """Field that holds the expected answer."""
+    image_field: str = "images"
+    """Field with the images of a row, for a model that sees: one or a list of paths, `data:` URIs
+    or bytes."""
+    image_folder: InputPath | None = None
+    """Folder that paths of images begin in; default: that of the data file."""
     num_problems: int | None = Field(None, ge=1)
-    """How many problems to draw (reasoning-gym) or to read at most (file)."""
+    """How many problems to draw (reasoning-gym, shapes) or to read at most (file)."""
     template: str = "{question}"
     """Prompt template: `{question}`, `{answer}`-free; `{metadata[expression]}` reaches metadata.
     `chat`: the chat template of the model's tokenizer."""

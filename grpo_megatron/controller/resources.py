@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.connecting import connect_engine, connect_worker, is_expected
 from grpo_megatron.controller.display import show, show_phase
@@ -18,6 +19,7 @@ from grpo_megatron.controller.rejoining import Rejoining
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.preferences import Preferences, load_preferences
+from grpo_megatron.data.prompt_images import ImageReader
 from grpo_megatron.data.prompts import Splits, load_splits
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
@@ -26,6 +28,7 @@ from grpo_megatron.network import Endpoint, wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.engine_images import engine_images
 from grpo_megatron.rollout.members import read_members
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.workers import RolloutWorkers, WorkerClient, WorkerPool
@@ -61,14 +64,17 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
             init_weights(run_dir.model, config.seed)
         await trainer.listen(run_dir.endpoints / "controller.json")
         stack.push_async_callback(trainer.close)
-        tokenizer = load_tokenizer(config.model.path or run_dir.model)
+        model = config.model.path or run_dir.model
+        tokenizer = load_tokenizer(model)
         preferences = None
         if config.trains_preferences:
             preferences = load_preferences(config, tokenizer, recorded_answers(config, tokenizer))
             _tell_dropped(preferences)
             splits = preferences.splits
         else:
-            splits = load_splits(config, tokenizer)
+            keep = ImageFolder(run_dir.images).keep
+            images = ImageReader.of_model(model, tokenizer, keep)
+            splits = load_splits(config, tokenizer, images)
         reward_hosts = await _find_reward_hosts(config, run_dir)
         rewards = await stack.enter_async_context(_reward_pool(config, run_dir, reward_hosts))
         teachers = ServedTeachers(config)
@@ -89,7 +95,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
                 _may_return(config, run_dir, "worker", index) for index in _present(config, run_dir)
             ),
         )
-        publisher = Publisher(config, run_dir, trainer, engines)
+        publisher = Publisher(config, run_dir, trainer, engines, engine_images(run_dir, model))
         await stack.enter_async_context(Rejoining(config, run_dir, engines, worker_pool, publisher))
         yield Resources(
             tokenizer=tokenizer,

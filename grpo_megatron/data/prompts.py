@@ -6,9 +6,10 @@ prompt between splits, and equal prompts cannot be on both sides."""
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.data.prompt_images import ImageReader, RowImage
 from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tokenizer import TextTokenizer
@@ -28,15 +29,19 @@ class Splits:
     num_duplicates: int  # prompts dropped because an earlier one has the same text
 
 
-def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
+def load_splits(
+    config: RunConfig, tokenizer: TextTokenizer, images: ImageReader | None = None
+) -> Splits:
     """Every prompt of the recipe, rendered, tokenised, deduplicated and split.
+
+    images: of a model that sees.
 
     Prompts that leave no room for their domain's `max_new_tokens` are dropped with a warning."""
     longest = config.rollout.max_model_len
     prompts = []
     for domain in config.domains:
         limit = longest - config.max_new_tokens_of(domain.name)
-        prompts += _fitting(domain, config.seed, tokenizer, limit)
+        prompts += _fitting(domain, config.seed, tokenizer, limit, images)
     splits = make_splits(
         prompts, num_heldout=config.data.num_heldout, num_validation=config.data.num_validation
     )
@@ -45,15 +50,30 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
     return splits
 
 
-def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:
+def load_prompts(
+    domain: DomainConfig,
+    seed: int,
+    tokenizer: TextTokenizer,
+    images: ImageReader | None = None,
+) -> list[Prompt]:
     """The prompts of one domain in the source's order. Ids are stable: domain + text hash."""
-    return tokenised(domain, load_problems(domain, seed), tokenizer)
+    return tokenised(domain, load_problems(domain, seed), tokenizer, images)
 
 
 def tokenised(
-    domain: DomainConfig, problems: Iterable[Problem], tokenizer: TextTokenizer
+    domain: DomainConfig,
+    problems: Iterable[Problem],
+    tokenizer: TextTokenizer,
+    images: ImageReader | None = None,
 ) -> list[Prompt]:
-    """Prompts of `problems` in their order, by the domain's template."""
+    """Prompts of `problems` in their order, by the domain's template.
+
+    images: of a model that sees; problems whose images it cannot see are left out."""
+    images_of: list[tuple[RowImage, ...]] = []
+    if images is not None:
+        fit = list(images.fit(domain, list(problems)))
+        problems = [problem for problem, _ in fit]
+        images_of = [of_problem for _, of_problem in fit]
     renderer = PromptRenderer(domain, tokenizer.chat_template)
     questions = []
     rendered = []
@@ -64,15 +84,28 @@ def tokenised(
         texts.append(rendered[-1].text)
     token_ids = tokenizer.encode_batch(texts, where=f"[[domains]] {domain.name}")
     prompts = []
-    for question, of_problem, ids in zip(questions, rendered, token_ids, strict=True):
+    for number, (question, of_problem, ids) in enumerate(
+        zip(questions, rendered, token_ids, strict=True)
+    ):
         text, answer, metadata = of_problem
-        prompt_id = f"{domain.name}-{text_hash(text)[:16]}"
-        prompts.append(Prompt(prompt_id, domain.name, text, tuple(ids), answer, metadata, question))
+        prompt = Prompt("", domain.name, text, tuple(ids), answer, metadata, question)
+        if images is not None:
+            where = f"[[domains]] {domain.name}"
+            all_ids, places = images.expanded(ids, images_of[number], where)
+            prompt = replace(prompt, token_ids=all_ids, images=places)
+        prompt_id = f"{domain.name}-{text_hash(prompt.content)[:16]}"
+        prompts.append(replace(prompt, prompt_id=prompt_id))
     return prompts
 
 
-def _fitting(domain: DomainConfig, seed: int, tokenizer: TextTokenizer, limit: int) -> list[Prompt]:
-    prompts = load_prompts(domain, seed, tokenizer)
+def _fitting(
+    domain: DomainConfig,
+    seed: int,
+    tokenizer: TextTokenizer,
+    limit: int,
+    images: ImageReader | None,
+) -> list[Prompt]:
+    prompts = load_prompts(domain, seed, tokenizer, images)
     fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
     if len(fitting) < len(prompts):
         longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -104,9 +137,9 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
     distinct: dict[str, Prompt] = {}
     train: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        distinct.setdefault(prompt.text, prompt)
+        distinct.setdefault(prompt.content, prompt)
         train.setdefault(prompt.domain, [])
-    for prompt in sorted(distinct.values(), key=lambda prompt: text_hash(prompt.text)):
+    for prompt in sorted(distinct.values(), key=lambda prompt: text_hash(prompt.content)):
         train[prompt.domain].append(prompt)
     sizes = {name: len(members) for name, members in train.items()}
     num_duplicates = len(prompts) - len(distinct)

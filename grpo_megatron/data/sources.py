@@ -1,5 +1,5 @@
-"""Problems of data files, and procedural ones of reasoning-gym
-(https://github.com/open-thought/reasoning-gym)."""
+"""Problems of data files, and procedural ones: of reasoning-gym
+(https://github.com/open-thought/reasoning-gym), and pictures of shapes."""
 
 import dataclasses
 import itertools
@@ -11,6 +11,7 @@ from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.data.row_files import Rows, read_rows
 from grpo_megatron.data.row_formats import problem_of, text_of
+from grpo_megatron.data.shapes import shape_problems
 from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.types import Problem
 
@@ -32,6 +33,8 @@ def iterate_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
     where = f"[[domains]] {domain.name}"
     if domain.source == "file":
         return _of_file(domain)
+    if domain.source == "shapes":
+        return shape_problems(domain, seed)
     return _of_gym(domain, seed, where)
 
 
@@ -72,7 +75,8 @@ def _of_file(domain: DomainConfig) -> Iterator[Problem]:
 def _problems(domain: DomainConfig, rows: Rows) -> Iterator[Problem]:
     for where, fields in rows:
         if is_of_domain(domain, where, fields):
-            yield _with_marked_answer(domain, where, problem_of(where, fields, domain))
+            problem = replace(problem_of(where, fields, domain), where=where)
+            yield _with_marked_answer(domain, where, problem)
 
 
 def is_of_domain(domain: DomainConfig, where: str, fields: Mapping[str, Any]) -> bool:

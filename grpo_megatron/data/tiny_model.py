@@ -20,6 +20,13 @@ _TOKENIZER_CONFIG = {
     **_SPECIAL,
     "clean_up_tokenization_spaces": False,
 }
+_VISION_MARKERS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "image_token_id": "<|image_pad|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""Fields of config.json, and the markers of a tokenizer whose ids they are."""
 _CONTENTS_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Contents one after the other: a text model without roles has no tokens to mark turns with."""
 
@@ -70,6 +77,11 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {**preset.hf, "vocab_size": tokenizer.get_vocab_size(), **_ENDS}
+    processor = config.pop("image_processor", None)
+    if processor is not None:
+        for name, marker in _VISION_MARKERS.items():
+            config[name] = tokenizer.token_to_id(marker)
+        _write_json(directory / "preprocessor_config.json", processor)
     generation: dict[str, Any] = {**_ENDS, "do_sample": True}
     if settings.end_of_turn is not None:
         ends = [_ENDS["eos_token_id"], tokenizer.token_to_id(settings.end_of_turn)]
@@ -79,7 +91,11 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
         ("config", config),
         ("generation_config", generation),
     ):
-        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        _write_json(directory / f"{name}.json", content)
+
+
+def _write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def init_weights(directory: Path, seed: int) -> None:

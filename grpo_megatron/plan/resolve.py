@@ -13,6 +13,7 @@ from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.lora import LORA_RULES
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
+from grpo_megatron.plan.vision import VISION_RULES
 
 # vLLM 0.32.0, v1/attention/backends/cpu_attn.py; with another the first request ends the engine
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -58,6 +59,7 @@ def check_plan(config: RunConfig) -> list[Violation]:
         )
         return [unreadable]
     found = list(MODEL_RULES.violations(config, facts, config=config))
+    found += VISION_RULES.violations(config, facts, config=config)
     if config.lora is not None:
         found += LORA_RULES.violations(config, config.lora, facts, config=config)
     found += check_layout(Case(config.trainer, facts, config.rollout))
@@ -126,18 +128,6 @@ def checkpoint_is_of_the_preset(config: RunConfig, model: ModelFacts) -> Violati
                 related=("model.preset",),
             )
     return None
-
-
-@MODEL_RULES.rule("vision")
-def runs_have_no_images_yet(config: RunConfig, model: ModelFacts) -> Violation | None:
-    """Refuse a model that sees: the trainer computes it, engines are not asked about images."""
-    if not model.sees_images:
-        return None
-    return Violation(
-        "model.path",
-        f"the model ({model.model_type}) sees images, which no run samples yet",
-        remedy="use a text model",
-    )
 
 
 @MODEL_RULES.rule("cpu_head_size")

@@ -23,6 +23,7 @@ from grpo_megatron.launch.bindings import (
 )
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.plan.vision import require_text_model
 from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_judges, of_run
 from grpo_megatron.rehearsal.local_server import LocalServer
 from grpo_megatron.rehearsal.made_up_rows import (
@@ -79,6 +80,7 @@ def rehearse_recipe(
     started = time.monotonic()
     at_scale = resolve_at_scale(recipe, overrides, model)
     config = at_scale.config
+    require_text_model(config, "a rehearsal")
     refuse_unbound_objective(config)
     refuse_unbound_rewards(config)
     refuse_unbound_environments_here(config)

@@ -21,7 +21,7 @@ _OF_CHAT_TEMPLATE = (
     "question_template",
     "assistant_prefix",
 )
-_FIELD_OF_SOURCE = {"reasoning_gym": "dataset", "file": "path", "run": "path"}
+_FIELD_OF_SOURCE = {"reasoning_gym": "dataset", "file": "path", "run": "path", "shapes": None}
 
 
 @DOMAIN_RULES.rule("length_budget")
@@ -73,7 +73,7 @@ def names_differ(run: RunConfig, domain: DomainConfig, index: int) -> Violation 
 def source_has_what_it_needs(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
     """Refuse a source without its data set's name or path."""
     field = _FIELD_OF_SOURCE[domain.source]
-    if getattr(domain, field) is not None:
+    if field is None or getattr(domain, field) is not None:
         return None
     return Violation(
         f"domains.{index}.{field}",
@@ -90,7 +90,7 @@ def source_uses_what_is_set(run: RunConfig, domain: DomainConfig, index: int) ->
 
 
 def _unused_source_fields(domain: DomainConfig, index: int) -> Iterator[Violation]:
-    for field in dict.fromkeys(_FIELD_OF_SOURCE.values()):
+    for field in ("dataset", "path"):
         is_used = field == _FIELD_OF_SOURCE[domain.source]
         if not is_used and getattr(domain, field):
             yield Violation(

@@ -1,0 +1,250 @@
+"""Images of a data set's rows: read, checked, and put into the tokens of their prompts.
+
+A row has them in `image_field`, one or a list: a path, a `data:` URI, the bytes, or a table of
+`bytes` and `path`, as Hugging Face's Parquet files have it. `<image>` in the question says where
+each one is; without it they come first.
+
+What cannot be seen is refused for its row alone, with the row's name."""
+
+import base64
+import binascii
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.data.conversation import MESSAGES, last_question, with_last_question
+from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.errors import DataError, raised_as
+from grpo_megatron.images import ImageSettings, digest_of, read_image
+from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.types import Problem, PromptImage
+
+logger = logging.getLogger(__name__)
+
+MARK = "<image>"
+"""Stands for an image in the question of a row."""
+_READERS = 4
+"""Threads that decode images: Pillow works beside other threads."""
+_NAMED = 20
+"""Refused rows that the log names, of each domain."""
+
+
+class RowImage(NamedTuple):
+    """An image of a row: the digest of its bytes, and its rows and columns of tokens."""
+
+    digest: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads the images of rows for a model.
+
+    keep: is given the bytes of every image that is fit, and names them."""
+
+    settings: ImageSettings
+    marker: str
+    """What a prompt's text has for an image: the marks around it, and one token in between."""
+    token_id: int
+    """Of that token, of which an image has many."""
+    keep: Callable[[bytes], str] = digest_of
+
+    @classmethod
+    def of_model(
+        cls, model: Path, tokenizer: TextTokenizer, keep: Callable[[bytes], str] = digest_of
+    ) -> "ImageReader | None":
+        """For the model in a directory; None where it sees no images.
+
+        Raises ConfigError where its files do not say how."""
+        hf = read_config(model)
+        if "vision_config" not in hf:
+            return None
+        names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+        marker = "".join(tokenizer.token_text(hf[name]) for name in names)
+        return cls(ImageSettings.of_model(hf), marker, hf["image_token_id"], keep)
+
+    def fit(
+        self, domain: DomainConfig, problems: Sequence[Problem]
+    ) -> Iterator[tuple[Problem, tuple[RowImage, ...]]]:
+        """Yield the problems whose images can be seen, with these; questions have markers then.
+
+        The log names those that are left out. Raises DataError where none is left."""
+        refusals: list[DataError] = []
+        num_fit = 0
+        with ThreadPoolExecutor(_READERS) as threads:
+            for found in threads.map(lambda problem: self._read(domain, problem), problems):
+                if isinstance(found, DataError):
+                    refusals.append(found)
+                    continue
+                num_fit += 1
+                yield found
+        if not refusals:
+            return
+        if not num_fit:
+            raise refusals[0]
+        for refusal in refusals[:_NAMED]:
+            logger.warning("%s: left out: %s", refusal.where, refusal.message)
+        logger.warning(
+            "domain %r: %d of %d rows are left out, whose images cannot be seen",
+            domain.name,
+            len(refusals),
+            len(problems),
+        )
+
+    def _read(
+        self, domain: DomainConfig, problem: Problem
+    ) -> tuple[Problem, tuple[RowImage, ...]] | DataError:
+        """A problem with its images; what is wrong with them, if anything is."""
+        metadata = dict(problem.metadata)
+        sources = _listed(metadata.pop(domain.image_field, None))
+        try:
+            images = tuple(self._image(domain, source) for source in sources)
+            marked = self._with_markers(replace(problem, metadata=metadata), len(images))
+        except DataError as error:
+            error.where = problem.where or f"[[domains]] {domain.name}"
+            return error
+        return marked, images
+
+    def _image(self, domain: DomainConfig, source: Any) -> RowImage:
+        content = _bytes_of(source, domain)
+        width, height = read_image(content).size
+        rows, columns = self.settings.tokens_of(width, height)
+        return RowImage(self.keep(content), rows, columns)
+
+    def _with_markers(self, problem: Problem, num_images: int) -> Problem:
+        """The problem with a marker for each image in its question, or in its conversation."""
+        messages = problem.metadata.get(MESSAGES)
+        texts = [problem.question]
+        if messages is not None:
+            texts = [str(message["content"]) for message in messages]
+        if any(self.marker in text for text in texts):
+            raise DataError(
+                f"the question has {self.marker!r}, which only images may have",
+                remedy=f"write {MARK} where an image is",
+            )
+        num_marks = sum(text.count(MARK) for text in texts)
+        if num_marks not in (0, num_images):
+            raise DataError(
+                f"the question has {num_marks} {MARK} for {num_images} images",
+                remedy="give every mark its image, or leave the marks out",
+            )
+
+        def marked(text: str) -> str:
+            return text.replace(MARK, self.marker)
+
+        def preceded(text: str) -> str:
+            return self.marker * num_images + text
+
+        if messages is None:
+            if num_marks == 0:
+                return replace(problem, question=preceded(problem.question))
+            return replace(problem, question=marked(problem.question))
+        if num_marks == 0:
+            messages = with_last_question(messages, preceded)
+        else:
+            messages = [m | {"content": marked(m["content"])} for m in messages]
+        return replace(
+            problem,
+            question=last_question(messages),
+            metadata={**problem.metadata, MESSAGES: messages},
+        )
+
+    def expanded(
+        self, token_ids: Sequence[int], images: Sequence[RowImage], where: str
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """The tokens of a prompt with all tokens of its images, and where these are.
+
+        Raises DataError where the prompt has another number of image tokens."""
+        num_found = list(token_ids).count(self.token_id)
+        if num_found != len(images):
+            raise DataError(
+                f"a prompt has {num_found} image tokens for {len(images)} images",
+                where=where,
+                remedy="the template must keep what the question has for images, "
+                f"{self.marker!r}, and add none",
+            )
+        left = iter(images)
+        ids: list[int] = []
+        places = []
+        for token_id in token_ids:
+            if token_id != self.token_id:
+                ids.append(token_id)
+                continue
+            image = PromptImage(digest="", start=len(ids), rows=0, columns=0)
+            digest, rows, columns = next(left)
+            image = replace(image, digest=digest, rows=rows, columns=columns)
+            places.append(image)
+            ids += [token_id] * image.num_tokens
+        return tuple(ids), tuple(places)
+
+
+def _listed(value: Any) -> list[Any]:
+    """The images of a field: none, one or several."""
+    if value is None:
+        return []
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value]
+
+
+def _bytes_of(source: Any, domain: DomainConfig) -> bytes:
+    """The bytes of an image's file. DataError names what it should be and is not."""
+    if isinstance(source, Mapping):
+        content = source.get("bytes")
+        if content is not None:
+            return bytes(content)
+        source = source.get("path")
+    if isinstance(source, bytes):
+        return source
+    if not isinstance(source, str) or not source:
+        raise DataError(
+            f"an image is {type(source).__name__}, expected a path, bytes or a data: URI",
+            remedy="leave the row out, or mend the image",
+        )
+    if source.startswith("data:"):
+        return _of_data_uri(source)
+    if "://" in source:
+        raise DataError(
+            f"an image is at {source!r}, and a run loads nothing from the network",
+            remedy="download the images and give their paths",
+        )
+    return _of_file(domain, source)
+
+
+def _of_data_uri(uri: str) -> bytes:
+    head, comma, data = uri.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise DataError(
+            f"an image is {head[:60]!r}, expected data:image/...;base64,...",
+            remedy="leave the row out, or mend the image",
+        )
+    with raised_as(
+        DataError,
+        "an image is no base 64",
+        (binascii.Error, ValueError),
+        remedy="leave the row out, or mend the image",
+    ):
+        return base64.b64decode(data, validate=True)
+
+
+def _of_file(domain: DomainConfig, name: str) -> bytes:
+    """Of a path, which is relative to `image_folder`, else to where the data file is."""
+    folder = domain.image_folder
+    if folder is None and domain.path is not None:
+        folder = domain.path
+        if not folder.is_dir():
+            folder = folder.parent
+    path = (folder or Path()) / name
+    with raised_as(
+        DataError,
+        f"no image at {path}",
+        OSError,
+        remedy="set image_folder of the domain to the folder that paths begin in, or leave the row "
+        "out",
+    ):
+        return path.read_bytes()

@@ -1,0 +1,131 @@
+"""What a run of a model that sees cannot do yet, and what a run of another one cannot be asked."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.images import ImageSettings
+from grpo_megatron.plan.model_facts import ModelFacts, configuration_of
+
+VISION_RULES = RuleSet()
+"""Their checks take the run and the facts of its model."""
+
+_TABLES = {
+    "lora": "adapters are not tried beside a vision tower",
+    "critic": "a critic has no vision tower of its own",
+    "correction": "a retry is asked for without the images of its prompt",
+    "seeding": "exemplars have no images",
+    "allocation": "rounds of samples are not tried with images",
+}
+"""Tables of a run that ask for what is not computed with images, and why."""
+
+
+@VISION_RULES.rule("vision_kind")
+def only_rl_has_images(run: RunConfig, model: ModelFacts) -> Violation | None:
+    """Refuse kinds of runs whose samples do not come from engines."""
+    if not model.sees_images or run.kind in ("rl", "eval"):
+        return None
+    return Violation(
+        "kind",
+        f"a model that sees ({model.model_type}) is trained by kind rl only",
+        nearest=("rl",),
+    )
+
+
+@VISION_RULES.rule("vision_context_parallel")
+def rows_with_images_are_whole(run: RunConfig, model: ModelFacts) -> Violation | None:
+    """Refuse context parallelism: features are put into whole rows."""
+    if not model.sees_images or run.trainer.context_parallel_size == 1:
+        return None
+    return Violation(
+        "trainer.context_parallel_size",
+        f"images of a model that sees ({model.model_type}) are not shared out over "
+        "context-parallel ranks",
+        nearest=(1,),
+    )
+
+
+@VISION_RULES.rule("vision_tables")
+def images_go_with_plain_samples(run: RunConfig, model: ModelFacts) -> list[Violation]:
+    """Refuse tables that were not made for prompts with images."""
+    if not model.sees_images:
+        return []
+    found = []
+    for table, why in _TABLES.items():
+        if getattr(run, table) is not None:
+            violation = Violation(
+                table,
+                f"{why} (the model, {model.model_type}, sees images)",
+                remedy=f"remove [{table}]",
+            )
+            found.append(violation)
+    return found
+
+
+@VISION_RULES.rule("vision_episodes")
+def episodes_have_no_images(run: RunConfig, model: ModelFacts) -> list[Violation]:
+    """Refuse environments and agent programs, whose requests have no images."""
+    found = []
+    for index, domain in enumerate(run.domains):
+        if model.sees_images and domain.episodes is not None:
+            violation = Violation(
+                f"domains.{index}.{domain.episodes_table}",
+                f"episodes have no images (the model, {model.model_type}, sees them)",
+                remedy=f"remove [domains.{domain.episodes_table}]",
+            )
+            found.append(violation)
+    return found
+
+
+@VISION_RULES.rule("vision_domain")
+def text_models_get_no_pictures(run: RunConfig, model: ModelFacts) -> list[Violation]:
+    """Refuse what only a model that sees can use."""
+    if model.sees_images:
+        return []
+    return list(_useless_settings(run, model))
+
+
+def _useless_settings(run: RunConfig, model: ModelFacts) -> Iterator[Violation]:
+    for index, domain in enumerate(run.domains):
+        settings: dict[str, Any] = {
+            "source": domain.source == "shapes",
+            "image_folder": domain.image_folder is not None,
+        }
+        for name, is_useless in settings.items():
+            if is_useless:
+                yield Violation(
+                    f"domains.{index}.{name}",
+                    f"the model ({model.model_type}) sees no images",
+                    remedy="use a model that does, for example model.preset=tiny-qwen2.5-vl, or "
+                    "change the domain",
+                )
+
+
+@VISION_RULES.rule("vision_settings")
+def images_can_be_prepared(run: RunConfig, model: ModelFacts) -> Violation | None:
+    """Refuse a model whose files do not say how images become patches."""
+    if not model.sees_images:
+        return None
+    hf, _ = configuration_of(run.model)
+    try:
+        ImageSettings.of_model(hf)
+    except ConfigError as error:
+        return Violation(
+            "model.preset" if run.model.path is None else "model.path",
+            f"{error.message} ({error.where})",
+            remedy=error.remedy or "",
+        )
+    return None
+
+
+def require_text_model(run: RunConfig, what: str) -> None:
+    """Raise ConfigError where the model of a run sees images, which `what` does not know."""
+    hf, where = configuration_of(run.model)
+    if "vision_config" in hf:
+        raise ConfigError(
+            f"{what} knows no images, and the model ({hf.get('model_type')}) sees them",
+            where=where,
+            remedy="name a recipe of a text model",
+        )
