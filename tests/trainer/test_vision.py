@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from tests.trainer.test_layout_parity import assert_same
-from tests.trainer.vision import reference_logprobs, write_vision_model, write_vision_samples
+from tests.trainer.vision import (
+    reference_features,
+    reference_logprobs,
+    write_vision_model,
+    write_vision_samples,
+)
 
 PARITY = "tests.trainer.vision_ranks:parity"
 GRADIENTS = "tests.trainer.family_ranks:gradients"
@@ -67,3 +73,12 @@ def test_gradients_do_not_depend_on_the_layout(request, world1, seeing_model, se
     one, many = found
     assert_same(many, one)
     assert not [name for name in one["tensors"] if name.startswith("visual.")]
+
+
+def test_features_in_bfloat16_are_those_of_transformers(world1, seeing_model, seen_samples):
+    """Weights are rounded, and rotary frequencies are not."""
+    found = world1.run(
+        "tests.trainer.vision_ranks:features", model=seeing_model, samples=seen_samples
+    )
+    expected = reference_features(seeing_model, seen_samples, torch.bfloat16)
+    np.testing.assert_array_equal(found, expected)

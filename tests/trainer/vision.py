@@ -159,6 +159,27 @@ def write_vision_samples(directory: Path, model: str, num_samples: int = 3) -> s
     return str(directory)
 
 
+def reference_features(model: str, samples: str, dtype: torch.dtype) -> np.ndarray:
+    """Compute what transformers' tower makes of each image of a step, in the order in which they
+    appear; fp32 [features, H]. Its processor has normalised them."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=dtype).eval()
+    processor = Qwen2VLImageProcessorPil.from_pretrained(model)
+    table = SampleTable(Path(samples))
+    digests = dict.fromkeys(
+        image.digest for row in range(len(table)) for image in table.images(row)
+    )
+    pictures = [Image.open(io.BytesIO(table.image_folder.read(digest))) for digest in digests]
+    seen = processor(pictures, return_tensors="pt")
+    with torch.no_grad():
+        found = policy.model.visual(seen["pixel_values"].to(dtype), grid_thw=seen["image_grid_thw"])
+    return found.pooler_output.float().numpy()
+
+
 def reference_logprobs(model: str, samples: str) -> list[np.ndarray]:
     """Compute the log-probs of every sample's completion by transformers alone, fp32: pixels, too,
     are those of its own image processor."""

@@ -14,8 +14,21 @@ from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anyth
 # isort: split
 from megatron.core.parallel_state import is_pipeline_last_stage
 
+from grpo_megatron.batching.prefix_rows import SamplePaths, lay_out
+from grpo_megatron.batching.row_images import row_images
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass
 from tests.trainer.trainer_ranks import Setup, _by_row
+
+
+def features(model: str, samples: str) -> np.ndarray:
+    """What a bfloat16 tower makes of the images of a step's first three prompts, each once."""
+    setup = Setup(model, {"precision": "bfloat16"})
+    table = SampleTable(Path(samples))
+    split = lay_out(SamplePaths.without_sharing(table.prompt_lengths + table.completion_lengths))
+    images = row_images(table, np.arange(len(table)), split)
+    [chunk] = setup.policy.models
+    return chunk.image_features.of(images).float().numpy()
 
 
 def parity(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any] | None:

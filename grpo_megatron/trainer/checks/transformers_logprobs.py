@@ -10,10 +10,14 @@ import torch
 
 def main(directory: str, dtype: str) -> None:
     """fp32 log-prob of every token but the first; weights are first rounded to `dtype`."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     tokens = torch.tensor([json.load(sys.stdin)])
-    model = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    kind = AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        kind = AutoModelForImageTextToText
+    model = kind.from_pretrained(
         directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
     ).eval()
     for parameter in model.parameters():  # not the buffers: rotary frequencies stay as they are

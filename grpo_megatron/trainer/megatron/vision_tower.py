@@ -12,10 +12,14 @@ import torch
 from grpo_megatron.batching.row_images import RowImages
 from grpo_megatron.device_copies import to_device
 from grpo_megatron.images import ImageSettings, patches_of
+from grpo_megatron.trainer.megatron.platform import device
 
 
 def build_tower(hf: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """Make the tower with random weights; it is not trained."""
+    """Make the tower with random weights of a type; it is not trained.
+
+    Its rotary frequencies are no weights: no change of type or device reaches them
+    (Megatron's Float16Module would round them)."""
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (  # takes seconds
         Qwen2_5_VisionTransformerPretrainedModel,
         Qwen2_5_VLVisionConfig,
@@ -24,6 +28,10 @@ def build_tower(hf: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
     vision = Qwen2_5_VLVisionConfig(**hf["vision_config"])
     vision._attn_implementation = "sdpa"
     tower: torch.nn.Module = Qwen2_5_VisionTransformerPretrainedModel(vision)
+    for module in tower.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            delattr(module, name)
+            setattr(module, name, buffer.detach().clone().to(device()))  # as any other attribute
     return tower.to(dtype).requires_grad_(False).eval()
 
 

@@ -1,0 +1,193 @@
+"""Images of rows: where they are found, how they get into prompts, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_megatron.batching.image_folder import ImageFolder
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.data.prompt_images import ImageReader
+from grpo_megatron.data.prompts import load_prompts, make_splits
+from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
+from grpo_megatron.errors import DataError
+from grpo_megatron.images import digest_of
+from tests.trainer.vision import png
+
+REWARDS = [{"function": "grpo_megatron.rewards.functions:exact_match"}]
+SMALL = png(60, 30, 0)  # one row of two tokens
+TALL = png(28, 84, 1)  # three rows of one token
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(directory, load_preset("tiny-qwen2.5-vl"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model) -> TextTokenizer:
+    return load_tokenizer(model)
+
+
+@pytest.fixture
+def reader(model, tokenizer, tmp_path) -> ImageReader:
+    found = ImageReader.of_model(model, tokenizer, ImageFolder(tmp_path / "kept").keep)
+    assert found is not None
+    return found
+
+
+def domain_of(path: Path, **settings) -> DomainConfig:
+    values = {"name": "see", "source": "file", "path": str(path), "rewards": REWARDS}
+    return DomainConfig.model_validate(values | settings)
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_every_way_to_give_an_image(tmp_path, tokenizer, reader):
+    """A path beside the file, bytes and path of Parquet, a data: URI; one or a list of them."""
+    (tmp_path / "small.png").write_bytes(SMALL)
+    uri = "data:image/png;base64," + base64.b64encode(SMALL).decode()
+    rows = [
+        {"question": "1?", "answer": "1", "images": ["small.png"]},
+        {"question": "2?", "answer": "1", "images": "small.png"},
+        {"question": "3?", "answer": "1", "images": [uri]},
+        {"question": "4?", "answer": "1"},
+    ]
+    prompts = load_prompts(domain_of(write_rows(tmp_path / "a.jsonl", rows)), 0, tokenizer, reader)
+    table = pa.Table.from_pylist(
+        [
+            {"question": "5?", "answer": "1", "images": [{"bytes": SMALL, "path": "any"}]},
+            {"question": "6?", "answer": "1", "images": [{"bytes": None, "path": "small.png"}]},
+        ]
+    )
+    pq.write_table(table, tmp_path / "b.parquet")
+    prompts += load_prompts(domain_of(tmp_path / "b.parquet"), 0, tokenizer, reader)
+    digest = digest_of(SMALL)
+    assert ImageFolder(tmp_path / "kept").read(digest) == SMALL
+    for prompt in (*prompts[:3], *prompts[4:]):
+        (image,) = prompt.images
+        assert (image.digest, image.rows, image.columns) == (digest, 1, 2)
+        assert prompt.text.startswith("<|vision_start|><|image_pad|><|vision_end|>")
+        assert "images" not in prompt.metadata
+    assert prompts[3].images == () and prompts[3].text == "4?"
+
+
+def test_images_take_their_tokens_where_the_question_marks_them(tmp_path, tokenizer, reader):
+    (tmp_path / "small.png").write_bytes(SMALL)
+    (tmp_path / "tall.png").write_bytes(TALL)
+    row = {
+        "question": "a<image>b<image>c",
+        "answer": "1",
+        "images": ["small.png", "tall.png"],
+    }
+    domain = domain_of(write_rows(tmp_path / "a.jsonl", [row]))
+    (prompt,) = load_prompts(domain, 0, tokenizer, reader)
+    start, pad, end = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
+    a, b, c = tokenizer.encode("abc")
+    assert prompt.token_ids == (a, start, pad, pad, end, b, start, pad, pad, pad, end, c)
+    places = [(image.start, image.rows, image.columns) for image in prompt.images]
+    assert places == [(2, 1, 2), (7, 3, 1)]
+
+
+def test_prompts_of_one_text_and_two_images_are_two(tmp_path, tokenizer, reader):
+    for name, content in (("one.png", SMALL), ("other.png", png(60, 30, 5))):
+        (tmp_path / name).write_bytes(content)
+    rows = []
+    for name in ("one.png", "other.png", "one.png"):
+        rows.append({"question": "How many?", "answer": "1", "images": [name]})
+    domain = domain_of(write_rows(tmp_path / "a.jsonl", rows))
+    prompts = load_prompts(domain, 0, tokenizer, reader)
+    assert len({prompt.prompt_id for prompt in prompts}) == 2
+    splits = make_splits(prompts, num_heldout=0, num_validation=0)
+    assert (len(splits.train["see"]), splits.num_duplicates) == (2, 1)
+
+
+BAD = {
+    "broken": ({"images": ["broken.png"]}, "not a readable image"),
+    "missing": ({"images": ["absent.png"]}, "no image at"),
+    "oblong": ({"images": ["oblong.png"]}, "longer than 200 times"),
+    "remote": ({"images": ["https://example.org/a.png"]}, "loads nothing from the network"),
+    "number": ({"images": [17]}, "an image is int, expected a path"),
+    "uri": ({"images": ["data:image/png;base64,@@"]}, "an image is no base 64"),
+    "plain_uri": ({"images": ["data:text/plain,abc"]}, "expected data:image"),
+    "marks": ({"question": "<image><image>?", "images": ["small.png"]}, "2 <image> for 1 images"),
+    "marker": (
+        {"question": "<|vision_start|><|image_pad|><|vision_end|>?", "images": ["small.png"]},
+        "which only images may have",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_row_that_cannot_be_seen_is_left_out_by_name(tmp_path, tokenizer, reader, caplog, name):
+    """The others stay."""
+    (tmp_path / "small.png").write_bytes(SMALL)
+    (tmp_path / "broken.png").write_bytes(SMALL[:200])
+    (tmp_path / "oblong.png").write_bytes(png(3000, 10, 0))
+    fields, words = BAD[name]
+    good = {"question": "How many?", "answer": "1", "images": ["small.png"]}
+    path = write_rows(tmp_path / "a.jsonl", [good, good | fields])
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(domain_of(path), 0, tokenizer, reader)
+    assert len(prompts) == 1
+    assert f"{path}:2: left out: " in caplog.text and words in caplog.text
+    assert "1 of 2 rows are left out" in caplog.text
+    alone = write_rows(tmp_path / "b.jsonl", [good | fields])
+    with pytest.raises(DataError, match=r"b\.jsonl:1"):
+        load_prompts(domain_of(alone), 0, tokenizer, reader)
+
+
+def test_paths_begin_in_the_folder_that_the_recipe_names(tmp_path, tokenizer, reader):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "small.png").write_bytes(SMALL)
+    path = write_rows(
+        tmp_path / "a.jsonl", [{"question": "?", "answer": "1", "images": "small.png"}]
+    )
+    with pytest.raises(DataError, match="set image_folder"):
+        load_prompts(domain_of(path), 0, tokenizer, reader)
+    (prompt,) = load_prompts(domain_of(path, image_folder=str(folder)), 0, tokenizer, reader)
+    assert len(prompt.images) == 1
+
+
+def test_a_conversation_has_markers_in_its_messages(model, tmp_path, reader):
+    """Where they are marked, else before what the user says last."""
+    template = "{% for m in messages %}{{ m['content'] }}.{% endfor %}"
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    other = tmp_path / "chat"
+    other.mkdir()
+    for file in model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    (tmp_path / "small.png").write_bytes(SMALL)
+    marker = reader.marker
+    rows = []
+    for first, last in (("a<image>", "b"), ("a", "b")):
+        messages = [
+            {"role": "user", "content": first},
+            {"role": "assistant", "content": "c"},
+            {"role": "user", "content": last},
+        ]
+        rows.append({"messages": messages, "answer": "1", "images": ["small.png"]})
+    domain = domain_of(write_rows(tmp_path / "a.jsonl", rows), template="chat")
+    prompts = load_prompts(domain, 0, load_tokenizer(other), reader)
+    assert [prompt.text for prompt in prompts] == [f"a{marker}.c.b.", f"a.c.{marker}b."]
+
+
+def test_a_model_that_reads_text_only_has_no_reader(tmp_path):
+    write_tiny_model(tmp_path / "text", load_preset("tiny-qwen3-moe"))
+    tokenizer = load_tokenizer(tmp_path / "text")
+    assert ImageReader.of_model(tmp_path / "text", tokenizer) is None
