@@ -1,0 +1,117 @@
+"""A policy that sees, through the real command: recorded, resumed, replayed, exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_megatron.batching.store import SampleTable
+from tests.e2e import runs
+
+pytestmark = pytest.mark.engine
+
+SMALL = (
+    "num_steps=3",
+    "cold_start=null",
+    "checkpoint.interval=1",
+    "checkpoint.keep=5",
+    "data.num_validation=4",
+    "data.num_heldout=8",
+    "domains.0.num_problems=60",
+    "batch.num_prompts=6",
+    "batch.num_samples_per_prompt=4",
+    "trainer.num_ranks=2",
+    "trainer.pipeline_parallel_size=2",
+    "rollout.deterministic=true",
+    "rollout.segment_tokens=2",  # so that images are sent again with the tokens so far
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    done = runs.command("train", "demo/vision-count-cpu", f"runs_dir={root}", "name=see", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "see"
+
+
+def test_engine_and_trainer_agree_about_every_token(run):
+    records = runs.metrics(run)
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert all(record["mismatch/abs_max"] < 1e-4 for record in records)
+    assert all(record["prompt/length_mean"] == 28 for record in records)  # 9 tokens of an image
+
+
+def test_a_step_has_its_images(run):
+    """One for each prompt, the bytes that were drawn: a step is whole without the run."""
+    table = SampleTable(run / "store" / "step_000000")
+    digests = set()
+    for row in range(len(table)):
+        (image,) = table.images(row)
+        digests.add(image.digest)
+        assert table.image_folder.read(image.digest).startswith(b"\x89PNG")
+        assert len(table.prompt_ids(row)) == 28
+    assert len(digests) == 6
+    assert {file.name for file in table.image_folder.path.iterdir()} == digests
+
+
+def test_a_recorded_step_is_replayed(run):
+    done = runs.command("replay", f"{run}@1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the step is reproduced" in done.stdout
+
+
+def test_a_resumed_run_takes_the_same_steps(run):
+    """From its first checkpoint, with everything that came later taken away."""
+    before = runs.timeless(runs.metrics(run))
+    for later in ("step_000002", "step_000003"):
+        for file in sorted((run / "checkpoints" / later).rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        (run / "checkpoints" / later).rmdir()
+    for file in sorted((run / "store" / "step_000002").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    (run / "store" / "step_000002").rmdir()
+    done = runs.command("resume", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = runs.timeless(runs.metrics(run))
+    assert [record["reward/mean"] for record in again] == [r["reward/mean"] for r in before]
+    for ours, theirs in zip(again, before, strict=True):
+        assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=1e-5)
+
+
+def test_the_export_is_a_whole_checkpoint(run):
+    """The tower's bytes are those of the beginning; transformers loads all of it."""
+    from transformers import AutoModelForImageTextToText
+
+    first = load_file(run / "model" / "model.safetensors")
+    last = load_file(run / "export" / "model.safetensors")
+    assert first.keys() == last.keys()
+    for name, tensor in first.items():
+        is_of_tower = name.startswith("visual.")
+        assert torch.equal(tensor, last[name]) == is_of_tower, name
+    for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
+        assert (run / "export" / name).read_bytes() == (run / "model" / name).read_bytes()
+    _, loading = AutoModelForImageTextToText.from_pretrained(
+        run / "export", output_loading_info=True
+    )
+    assert not any(loading.values())
+    assert json.loads((run / "export" / "config.json").read_text())["image_token_id"] > 0
+
+
+def test_the_export_is_converted_and_probed(run, tmp_path):
+    """To Megatron's format and back, byte for byte, with transformers beside it."""
+    megatron = tmp_path / "megatron"
+    for arguments in (
+        ("convert", "from-hf", str(run / "export"), str(megatron)),
+        ("convert", "to-hf", str(megatron), str(tmp_path / "hf")),
+    ):
+        done = runs.command(*arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+    first = load_file(run / "export" / "model.safetensors")
+    last = load_file(tmp_path / "hf" / "model.safetensors")
+    assert first.keys() == last.keys()
+    assert all(torch.equal(tensor, last[name]) for name, tensor in first.items())

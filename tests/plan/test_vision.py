@@ -1,0 +1,95 @@
+"""What a run of a model that sees is refused, with place and remedy, before anything starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_megatron.cli.trace_plan import trace
+from grpo_megatron.config.problems import InvalidConfigError
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rehearsal.rehearse import rehearse_recipe
+from tests.trainer.vision import PROCESSOR, VISION
+
+COUNT = "demo/vision-count-cpu"
+TEXT = "demo/gspo-moe-cpu"
+
+
+def _refusal(recipe: str, *overrides: str) -> str:
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve(recipe, overrides)
+    return str(caught.value)
+
+
+def test_the_recipe_is_valid_with_pipelines_tensor_ranks_and_several_engines():
+    flags = ["trainer.num_ranks=4", "trainer.tensor_parallel_size=2"]
+    flags += ["trainer.pipeline_parallel_size=2", "rollout.num_replicas=2"]
+    assert resolve(COUNT, flags).config.domains[0].source == "shapes"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["trainer.num_ranks=2", "trainer.context_parallel_size=2"],
+            ["trainer.context_parallel_size", "qwen2_5_vl", "=1"],
+        ),
+        (["lora.rank=4"], ["lora", "not tried beside a vision tower", "remove [lora]"]),
+        (
+            ["correction.probability=0.5"],
+            ["a retry is asked for without the images", "remove [correction]"],
+        ),
+        (["objective.preset=ppo", "critic.warmup_steps=0"], ["a critic has no vision tower"]),
+        (["kind=sft", "cold_start=null"], ["kind", "by kind rl only"]),
+        (
+            ["domains.0.environment.name=calculator", "domains.0.template=chat"],
+            ["domains.0.environment", "episodes have no images"],
+        ),
+    ],
+)
+def test_what_is_not_computed_with_images(overrides, words):
+    text = _refusal(COUNT, *overrides)
+    for word in words:
+        assert word in text
+
+
+def test_a_text_model_gets_no_pictures(tmp_path):
+    shapes = ["domains.0.source=shapes", "domains.0.dataset=null", "domains.0.arguments={}"]
+    text = _refusal(TEXT, *shapes)
+    assert "domains.0.source" in text and "sees no images" in text
+    text = _refusal(TEXT, f"domains.0.image_folder={tmp_path}")
+    assert "domains.0.image_folder" in text and "model.preset=tiny-qwen2.5-vl" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "words"),
+    [
+        ({}, None, "cannot read the model's config.json"),
+        ({}, {"image_std": None}, "image_std is not three numbers"),
+        ({}, {"do_normalize": False}, "image_processor.do_normalize = False is not supported"),
+        ({"model_type": "qwen3_vl"}, {}, "model_type 'qwen3_vl' is not supported"),
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 8]}},
+            {},
+            "mrope_section = [4, 6, 8] does not share out heads of 32 features",
+        ),
+        ({"rope_scaling": None}, {}, "rope type 'default' needs mrope_section"),
+        ({"vision_config": {"hidden_act": "gelu"}}, {}, "vision_config.hidden_act = 'gelu'"),
+    ],
+)
+def test_models_that_are_not_computed(tmp_path, config, processor, words):
+    (tmp_path / "config.json").write_text(json.dumps(VISION | config))
+    if processor is not None:
+        file = tmp_path / "preprocessor_config.json"
+        file.write_text(json.dumps(PROCESSOR | processor))
+    flags = ["model.preset=null", f"model.path={tmp_path}"]
+    assert words in _refusal(COUNT, *flags)
+
+
+def test_what_knows_no_images_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="a trace knows no images"):
+        trace(COUNT, [], as_json=False)
+    with pytest.raises(ConfigError, match="a rehearsal knows no images"):
+        rehearse_recipe(COUNT, [], folder=tmp_path / "here")
