@@ -58,9 +58,11 @@ class ImageReader:
     def of_model(
         cls, model: Path, tokenizer: TextTokenizer, keep: Callable[[bytes], str] = digest_of
     ) -> "ImageReader | None":
-        """For the model in a directory; None where it sees no images.
+        """For the model in a directory; None where it sees no images, or there is a tokenizer only.
 
         Raises ConfigError where its files do not say how."""
+        if not (model / "config.json").exists():
+            return None
         hf = read_config(model)
         if "vision_config" not in hf:
             return None
