@@ -11,6 +11,7 @@ import torch
 
 from grpo_megatron.batching.row_images import RowImages
 from grpo_megatron.device_copies import to_device
+from grpo_megatron.errors import TrainerError
 from grpo_megatron.images import ImageSettings, patches_of
 from grpo_megatron.trainer.megatron.platform import device
 
@@ -30,8 +31,11 @@ def build_tower(hf: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
     tower: torch.nn.Module = Qwen2_5_VisionTransformerPretrainedModel(vision)
     for module in tower.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
+            frequencies = buffer.detach().clone()
+            if not frequencies.is_meta:  # a model that is only described
+                frequencies = frequencies.to(device())
             delattr(module, name)
-            setattr(module, name, buffer.detach().clone().to(device()))  # as any other attribute
+            setattr(module, name, frequencies)  # an attribute as any other
     return tower.to(dtype).requires_grad_(False).eval()
 
 
@@ -50,7 +54,8 @@ class ImageFeatures:
     def of(self, images: RowImages) -> torch.Tensor:
         """Return the features of the row's images, end to end: [features, H].
 
-        Raises DataError where an image cannot be read."""
+        Raises DataError where an image cannot be read, TrainerError where the tower makes another
+        number of features than prompts have tokens for them."""
         parameter = next(self._tower.parameters())
         merge = self._settings.merge_size
         patches = []
@@ -63,6 +68,14 @@ class ImageFeatures:
         normalised = self._normalised(pixels).to(parameter.dtype)
         places = to_device(torch.tensor(grid), parameter.device)
         features: torch.Tensor = self._tower(normalised, grid_thw=places).pooler_output
+        num_tokens = sum(image.num_tokens for image in images.images)
+        if len(features) != num_tokens:
+            raise TrainerError(
+                f"the vision tower makes {len(features)} features of {num_tokens} image tokens",
+                where="vision_config",
+                remedy="is config.json of this checkpoint? spatial_merge_size and patch_size "
+                "decide how many there are",
+            )
         return features
 
     def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
