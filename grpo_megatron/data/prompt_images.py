@@ -177,12 +177,25 @@ class ImageReader:
             if token_id != self.token_id:
                 ids.append(token_id)
                 continue
-            image = PromptImage(digest="", start=len(ids), rows=0, columns=0)
             digest, rows, columns = next(left)
-            image = replace(image, digest=digest, rows=rows, columns=columns)
+            image = PromptImage(digest, len(ids), rows, columns)
             places.append(image)
             ids += [token_id] * image.num_tokens
         return tuple(ids), tuple(places)
+
+
+def refuse_images(domain: DomainConfig, problems: Sequence[Problem]) -> None:
+    """Raise DataError for a question with marks and images, where the model reads text only.
+
+    A row that only has such a field is what it always was."""
+    for problem in problems:
+        if MARK in problem.question and _listed(problem.metadata.get(domain.image_field)):
+            raise DataError(
+                f"a question has {MARK} and images, and the model sees none",
+                where=problem.where or f"[[domains]] {domain.name}",
+                remedy="use a model that sees, for example model.preset=tiny-qwen2.5-vl, or leave "
+                "the mark out",
+            )
 
 
 def _listed(value: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
-from grpo_megatron.data.prompt_images import ImageReader, RowImage
+from grpo_megatron.data.prompt_images import ImageReader, RowImage, refuse_images
 from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tokenizer import TextTokenizer
@@ -69,9 +69,12 @@ def tokenised(
     """Prompts of `problems` in their order, by the domain's template.
 
     images: of a model that sees; problems whose images it cannot see are left out."""
+    problems = list(problems)
     images_of: list[tuple[RowImage, ...]] = []
-    if images is not None:
-        fit = list(images.fit(domain, list(problems)))
+    if images is None:
+        refuse_images(domain, problems)
+    else:
+        fit = list(images.fit(domain, problems))
         problems = [problem for problem, _ in fit]
         images_of = [of_problem for _, of_problem in fit]
     renderer = PromptRenderer(domain, tokenizer.chat_template)

@@ -47,6 +47,20 @@ def learning_rate_is_a_published_one(config: RunConfig) -> Violation | None:
     )
 
 
+@ADVICE.rule("vision_tower")
+def towers_are_not_planned(config: RunConfig) -> Violation | None:
+    """Warn that the plan has the text part of a model that sees only."""
+    hf, _ = configuration_of(config.model)
+    if "vision_config" not in hf or num_parameters(config) < _TINY_MODEL:
+        return None
+    return Violation(
+        "model.path",
+        "memory and time of the vision tower are in no plan; it is whole on each rank of the first "
+        "pipeline stage, and on the engines",
+        remedy="leave room for it there (docs/vision.md)",
+    )
+
+
 @ADVICE.rule("usual_group_size")
 def group_size_is_a_published_one(config: RunConfig) -> Violation | None:
     """Warn of groups that are larger than published ones."""

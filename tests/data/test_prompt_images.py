@@ -191,3 +191,9 @@ def test_a_model_that_reads_text_only_has_no_reader(tmp_path):
     write_tiny_model(tmp_path / "text", load_preset("tiny-qwen3-moe"))
     tokenizer = load_tokenizer(tmp_path / "text")
     assert ImageReader.of_model(tmp_path / "text", tokenizer) is None
+    row = {"question": "How many?", "answer": "1", "images": ["absent.png"]}
+    (prompt,) = load_prompts(domain_of(write_rows(tmp_path / "a.jsonl", [row])), 0, tokenizer)
+    assert prompt.images == ()
+    marked = write_rows(tmp_path / "b.jsonl", [row | {"question": "<image>How many?"}])
+    with pytest.raises(DataError, match="the model sees none"):
+        load_prompts(domain_of(marked), 0, tokenizer)

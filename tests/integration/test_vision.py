@@ -32,9 +32,11 @@ def seeing_model(tmp_path_factory) -> Path:
     return Path(write_vision_model(tmp_path_factory.mktemp("vision") / "model", seed=3))
 
 
-@pytest.fixture(scope="module")
-def server(seeing_model, tmp_path_factory):
-    found = Server.start("vision", seeing_model, tmp_path_factory.mktemp("logs"), **DUMMY)
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.matrix)])
+def server(request, seeing_model, tmp_path_factory):
+    """An engine of one worker, or of two that share the tower, too."""
+    options = DUMMY | {"tensor_parallel_size": request.param}
+    found = Server.start("vision", seeing_model, tmp_path_factory.mktemp("logs"), **options)
     try:
         found.wait()
         yield found

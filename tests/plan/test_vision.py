@@ -9,6 +9,7 @@ import pytest
 from grpo_megatron.cli.trace_plan import trace
 from grpo_megatron.config.problems import InvalidConfigError
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.advice import advice_for
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rehearsal.rehearse import rehearse_recipe
 from tests.trainer.vision import PROCESSOR, VISION
@@ -93,3 +94,23 @@ def test_what_knows_no_images_says_so(tmp_path):
         trace(COUNT, [], as_json=False)
     with pytest.raises(ConfigError, match="a rehearsal knows no images"):
         rehearse_recipe(COUNT, [], folder=tmp_path / "here")
+
+
+def test_a_plan_says_that_the_tower_is_not_in_it(tmp_path):
+    """At the sizes of Qwen2.5-VL-3B, whose config.json is flat; not for a tiny model."""
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(VISION | sizes))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    large = resolve(COUNT, ["model.preset=null", f"model.path={tmp_path}"]).config
+    found = {advice.rule: advice.message for advice in advice_for(large)}
+    assert "the vision tower are in no plan" in found["vision_tower"]
+    assert "vision_tower" not in {a.rule for a in advice_for(resolve(COUNT).config)}
