@@ -189,6 +189,15 @@ def _resumed(run_dir: RunDir, records: Sequence[dict[str, Any]]) -> Finding:
     return Finding("it was resumed from a checkpoint", holds, detail)
 
 
+def _text_ids(config: Any) -> list[int]:
+    """Some token ids, none of which stands for a part of an image."""
+    marks = {
+        getattr(config, f"{name}_token_id", None)
+        for name in ("image", "video", "vision_start", "vision_end")
+    }
+    return [number for number in range(12) if number not in marks][:8]
+
+
 def _exported(export: Path) -> Finding:
     """The export, read by transformers where that has the family."""
     what = "the exported checkpoint is a Hugging Face one"
@@ -198,6 +207,7 @@ def _exported(export: Path) -> Finding:
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
+        AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
     )
 
@@ -208,9 +218,11 @@ def _exported(export: Path) -> Finding:
     kind = AutoModelForCausalLM
     if any(name.endswith("ForSequenceClassification") for name in config.architectures):
         kind = AutoModelForSequenceClassification
+    if hasattr(config, "vision_config"):
+        kind = AutoModelForImageTextToText
     model = kind.from_pretrained(export, config=config, dtype=torch.float32, local_files_only=True)
     with torch.no_grad():
-        logits = model(torch.arange(8)[None]).logits
+        logits = model(torch.tensor([_text_ids(config)])).logits
     return Finding(what, bool(torch.isfinite(logits).all()), "transformers computes with it")
 
 

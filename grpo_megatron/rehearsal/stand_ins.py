@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.rehearsal.made_up_rows import (
     missing_corpora,
@@ -84,7 +86,8 @@ class StandInWriter:
         return self._models[key]
 
     def _model(self, config: RunConfig, *, other: bool) -> Path:
-        """A random checkpoint of the configured architecture; `other`: with another seed."""
+        """A random checkpoint of the configured architecture; `other`: with another seed. A model
+        that sees is one of ours, and tiny as it is."""
         hf, _ = configuration_of(config.model)
         key = json.dumps([hf, other], sort_keys=True)
         if key in self._models:
@@ -98,6 +101,12 @@ class StandInWriter:
         if name in taken:
             name += f"-{len(taken)}"
         directory = self.folder / name
+        if "vision_config" in hf:
+            assert config.model.preset is not None  # `rehearse_recipe` has looked
+            write_tiny_model(directory, load_preset(config.model.preset))
+            init_weights(directory, seed)
+            self._models[key] = directory
+            return directory
         tiny = tiny_config(hf, self.num_layers)
         same_code = _SAME_CODE.get(tiny["model_type"])
         write_tiny_checkpoint(directory, tiny, self.special_tokens, seed, same_code_as=same_code)

@@ -46,12 +46,7 @@ def inputs(tmp_path_factory):
     return root
 
 
-WITH_IMAGES = ("demo/vision-count-cpu",)
-"""Of models that see, which a rehearsal refuses (`tests/plan/test_vision.py`)."""
-RECIPES = [name for name in assets.names(assets.root() / "recipes") if name not in WITH_IMAGES]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", assets.names(assets.root() / "recipes"))
 def test_a_recipe_is_rehearsed(tmp_path, recipe):
     done = runs.command("rehearse", recipe, "--to", str(tmp_path / "here"), timeout_s=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -92,8 +92,11 @@ def test_models_that_are_not_computed(tmp_path, config, processor, words):
 def test_what_knows_no_images_says_so(tmp_path):
     with pytest.raises(ConfigError, match="a trace knows no images"):
         trace(COUNT, [], as_json=False)
-    with pytest.raises(ConfigError, match="a rehearsal knows no images"):
-        rehearse_recipe(COUNT, [], folder=tmp_path / "here")
+    (tmp_path / "config.json").write_text(json.dumps(VISION))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    released = ["model.preset=null", f"model.path={tmp_path}"]
+    with pytest.raises(ConfigError, match="a rehearsal without --model knows no images"):
+        rehearse_recipe(COUNT, released, folder=tmp_path / "here")
 
 
 def test_a_plan_says_that_the_tower_is_not_in_it(tmp_path):
