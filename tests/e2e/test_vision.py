@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from grpo_megatron.batching.store import SampleTable
 from tests.e2e import runs
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 SMALL = (
     "num_steps=3",

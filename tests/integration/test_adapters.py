@@ -36,27 +36,40 @@ def training_samples(tmp_path_factory) -> str:
     return write_samples(tmp_path_factory.mktemp("store") / "step_000001", vocab_size=256)
 
 
+class Slots:
+    """Servers with a slot for an adapter: a dense model, a mixture, and that with two workers; each
+    is started for the first test that wants it."""
+
+    def __init__(self, checkpoints, logs: Path):
+        self._logs = logs
+        self._started: dict[str, Server] = {}
+        self._options = {
+            "dense": (checkpoints.dense, EVERYWHERE, {}),
+            "moe": (checkpoints.moe, ATTENTION, {}),
+            "moe_tp2": (checkpoints.moe, ATTENTION, {"tensor_parallel_size": 2}),
+        }
+
+    def __getitem__(self, name: str) -> Server:
+        if name not in self._started:
+            checkpoint, lora, options = self._options[name]
+            settings = LoraConfig.model_validate(lora)
+            server = Server.start(
+                f"slots-{name}", checkpoint, self._logs, settings, **DUMMY, **options
+            )
+            self._started[name] = server
+            server.wait()
+        return self._started[name]
+
+    def stop(self) -> None:
+        for server in self._started.values():
+            server.stop()
+
+
 @pytest.fixture(scope="module")
 def slots(checkpoints, tmp_path_factory):
-    """Servers with a slot for an adapter: a dense model, a mixture, and that with two workers."""
-    logs = tmp_path_factory.mktemp("logs")
-    started: dict[str, Server] = {}
-    try:
-        for name, checkpoint, lora, options in (
-            ("dense", checkpoints.dense, EVERYWHERE, {}),
-            ("moe", checkpoints.moe, ATTENTION, {}),
-            ("moe_tp2", checkpoints.moe, ATTENTION, {"tensor_parallel_size": 2}),
-        ):
-            settings = LoraConfig.model_validate(lora)
-            started[name] = Server.start(
-                f"slots-{name}", checkpoint, logs, settings, **DUMMY, **options
-            )
-        for server in started.values():
-            server.wait()
-        yield started
-    finally:
-        for server in started.values():
-            server.stop()
+    found = Slots(checkpoints, tmp_path_factory.mktemp("logs"))
+    yield found
+    found.stop()
 
 
 async def greedy(client) -> list[Completion]:
@@ -75,7 +88,10 @@ def largest_difference(ones: Sequence[Completion], others: Sequence[Completion])
     return largest
 
 
-@pytest.mark.parametrize(("name", "lora"), [("dense", EVERYWHERE), ("moe", ATTENTION)])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [pytest.param("dense", EVERYWHERE, marks=pytest.mark.matrix), ("moe", ATTENTION)],
+)
 def test_an_adapter_published_is_a_merged_publish(
     slots, checkpoints, world1, training_samples, tmp_path, name, lora
 ):
@@ -106,16 +122,19 @@ def test_an_adapter_published_is_a_merged_publish(
     assert {span.version for c in beside for span in c.versions} == {2}
 
 
+@pytest.mark.matrix
 def test_weights_go_once_and_adapters_in_every_publish(
     slots, checkpoints, world2, training_samples, tmp_path
 ):
     """From two tensor-parallel ranks to engines of one worker and of two."""
+    moe = slots["moe"]
+    moe_tp2 = slots["moe_tp2"]
 
     async def run():
         async with publishing(
             world2,
             checkpoints.moe,
-            [slots["moe"], slots["moe_tp2"]],
+            [moe, moe_tp2],
             tmp_path,
             layout={"tensor_parallel_size": 2},
             lora=ATTENTION,
@@ -138,17 +157,19 @@ def test_weights_go_once_and_adapters_in_every_publish(
     asyncio.run(run())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pause", ["wait", "keep"])
 def test_requests_that_wait_for_an_adapter_are_sampled_from_it(
     slots, checkpoints, world1, training_samples, tmp_path, pause
 ):
     """By their version spans and by their log-probs; also those that were begun before, if held."""
+    moe = slots["moe"]
 
     async def run():
         async with publishing(
             world1,
             checkpoints.moe,
-            [slots["moe"]],
+            [moe],
             tmp_path,
             lora=ATTENTION,
             publish={"pause": pause},
@@ -179,17 +200,23 @@ def test_requests_that_wait_for_an_adapter_are_sampled_from_it(
     asyncio.run(run())
 
 
+@pytest.mark.matrix
 def test_an_engine_that_comes_back_gets_weights_and_adapter(
     slots, checkpoints, world1, training_samples, tmp_path
 ):
+    moe = slots["moe"]
+    moe_tp2 = slots["moe_tp2"]
+
     async def run():
-        async with publishing(
-            world1, checkpoints.moe, [slots["moe"]], tmp_path, lora=ATTENTION
-        ) as (publisher, trainer, _):
+        async with publishing(world1, checkpoints.moe, [moe], tmp_path, lora=ATTENTION) as (
+            publisher,
+            trainer,
+            _,
+        ):
             await publisher.publish(1)
             await trainer.call(train_request(training_samples))
             await publisher.publish(2)
-            async with slots["moe_tp2"].client() as client:
+            async with moe_tp2.client() as client:
                 other = weights_of(checkpoints.other_moe)  # as one that was started anew
                 await WeightTrainer(other).publish([client], other, 0)
                 await publisher.join(1, client)
@@ -204,16 +231,19 @@ def test_an_engine_that_comes_back_gets_weights_and_adapter(
     asyncio.run(run())
 
 
+@pytest.mark.matrix
 def test_magnitudes_of_dora_are_published_in_the_weights(
     slots, checkpoints, world2, training_samples, tmp_path
 ):
     """Tensor ranks compute the norms of rows together, then each sends what it is asked for."""
+    moe = slots["moe"]
+    moe_tp2 = slots["moe_tp2"]
 
     async def run():
         async with publishing(
             world2,
             checkpoints.moe,
-            [slots["moe"], slots["moe_tp2"]],
+            [moe, moe_tp2],
             tmp_path,
             layout={"tensor_parallel_size": 2},
             lora={"rank": 3, "dora": True},
@@ -231,14 +261,17 @@ def test_magnitudes_of_dora_are_published_in_the_weights(
     asyncio.run(run())
 
 
+@pytest.mark.matrix
 def test_a_cold_start_publishes_its_weights_and_then_adapters_begin(
     slots, checkpoints, world1, training_samples, tmp_path
 ):
+    moe = slots["moe"]
+
     async def run():
         async with publishing(
             world1,
             checkpoints.moe,
-            [slots["moe"]],
+            [moe],
             tmp_path,
             lora=ATTENTION,
             cold_start={"target_accuracy": 0.5, "max_steps": 5},
@@ -262,12 +295,13 @@ def test_a_cold_start_publishes_its_weights_and_then_adapters_begin(
 
 def test_a_tensor_without_a_layer_is_refused_by_name(slots, checkpoints, world1, tmp_path):
     """The server has slots beside attention only."""
+    moe = slots["moe"]
 
     async def run():
         async with publishing(
             world1,
             checkpoints.moe,
-            [slots["moe"]],
+            [moe],
             tmp_path,
             lora=ATTENTION | {"targets": ["experts"]},
         ) as (publisher, _, _):
@@ -280,9 +314,11 @@ def test_a_tensor_without_a_layer_is_refused_by_name(slots, checkpoints, world1,
 
 
 def test_a_rank_above_the_slots_is_refused_by_name(slots, checkpoints, world1, tmp_path):
+    moe = slots["moe"]
+
     async def run():
         async with publishing(
-            world1, checkpoints.moe, [slots["moe"]], tmp_path, lora=ATTENTION | {"rank": 9}
+            world1, checkpoints.moe, [moe], tmp_path, lora=ATTENTION | {"rank": 9}
         ) as (publisher, _, _):
             with pytest.raises(MismatchError, match="its rank is 9, and the engine's"):
                 await publisher.publish(1)
@@ -291,10 +327,14 @@ def test_a_rank_above_the_slots_is_refused_by_name(slots, checkpoints, world1, t
 
 
 def test_a_changed_byte_of_an_adapter_is_found(slots, checkpoints, world1, tmp_path):
+    moe = slots["moe"]
+
     async def run():
-        async with publishing(
-            world1, checkpoints.moe, [slots["moe"]], tmp_path, lora=ATTENTION
-        ) as (publisher, trainer, _):
+        async with publishing(world1, checkpoints.moe, [moe], tmp_path, lora=ATTENTION) as (
+            publisher,
+            trainer,
+            _,
+        ):
             await publisher.publish(1)
             await trainer.run("flip_a_bit", rank=0)
             with pytest.raises(MismatchError, match=r"reached worker 0 .* changed.*lora_"):
