@@ -8,97 +8,15 @@ Shape legend: P patches of an image, D = 3 x temporal_patch_size x patch_size x 
 
 import hashlib
 import io
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from grpo_megatron.errors import ConfigError, DataError
+from grpo_megatron.errors import DataError
+from grpo_megatron.image_settings import ImageSettings
 
 LARGEST_PIXELS = 1 << 26
 """Of an image before it is scaled down: more is a mistake or an attack, and takes gigabytes."""
-_MOST_OBLONG = 200
-"""Longest side by the shortest, as in transformers."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSettings:
-    """How a model's images become patches."""
-
-    patch_size: int
-    """Pixels of a patch's side."""
-    merge_size: int
-    """Patches of the side of a square that is one token."""
-    temporal_patch_size: int
-    """How often a still image is repeated in a patch, as frames."""
-    least_pixels: int
-    most_pixels: int
-    """An image is scaled, up or down, to have so many."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    rescale_factor: float
-    """A colour c, 0 to 255, is seen as (c * rescale_factor - mean) / std."""
-
-    @classmethod
-    def of_model(cls, hf: Mapping[str, Any]) -> "ImageSettings":
-        """Read them from `plan.model_facts.read_config` of a model that sees.
-
-        Raises ConfigError where mean and deviation are missing: engines would then take colours as
-        they are, transformers those of its class."""
-        vision = hf["vision_config"]
-        processor = hf["image_processor"]
-        for name in ("image_mean", "image_std"):
-            if len(processor.get(name) or ()) != 3:
-                raise ConfigError(
-                    f"{name} is not three numbers",
-                    where="preprocessor_config.json",
-                    remedy="copy the file of the original checkpoint",
-                )
-        size = processor.get("size") or {}
-        least = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-        most = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-        return cls(
-            patch_size=vision.get("patch_size", 14),
-            merge_size=vision.get("spatial_merge_size", 2),
-            temporal_patch_size=vision.get("temporal_patch_size", 2),
-            least_pixels=least,
-            most_pixels=most,
-            mean=tuple(processor["image_mean"]),
-            std=tuple(processor["image_std"]),
-            rescale_factor=processor.get("rescale_factor") or 1 / 255,
-        )
-
-    @property
-    def token_pixels(self) -> int:
-        """Pixels of the side of the square that is one token."""
-        return self.patch_size * self.merge_size
-
-    def tokens_of(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of tokens of an image of so many pixels.
-
-        Raises DataError for one that is too oblong."""
-        if max(width, height) > _MOST_OBLONG * min(width, height):
-            raise DataError(
-                f"an image of {width} x {height} pixels is longer than {_MOST_OBLONG} times its "
-                "width",
-                remedy="cut it, or leave the row out",
-            )
-        side = self.token_pixels
-        rows = round(height / side)
-        columns = round(width / side)
-        if rows * columns * side**2 > self.most_pixels:
-            shrink = math.sqrt(height * width / self.most_pixels)
-            return (
-                max(1, math.floor(height / shrink / side)),
-                max(1, math.floor(width / shrink / side)),
-            )
-        if rows * columns * side**2 < self.least_pixels:
-            grow = math.sqrt(self.least_pixels / (height * width))
-            return math.ceil(height * grow / side), math.ceil(width * grow / side)
-        return rows, columns
 
 
 def digest_of(content: bytes) -> str:

@@ -10,7 +10,8 @@ from PIL import Image
 
 from grpo_megatron import images
 from grpo_megatron.errors import ConfigError, DataError
-from grpo_megatron.images import ImageSettings, patches_of, read_image
+from grpo_megatron.image_settings import ImageSettings
+from grpo_megatron.images import patches_of, read_image
 from tests.trainer.vision import PROCESSOR, VISION, png
 
 SETTINGS = ImageSettings.of_model(VISION | {"image_processor": PROCESSOR})

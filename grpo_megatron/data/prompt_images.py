@@ -19,7 +19,8 @@ from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.data.conversation import MESSAGES, last_question, with_last_question
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError, raised_as
-from grpo_megatron.images import ImageSettings, digest_of, read_image
+from grpo_megatron.image_settings import ImageSettings
+from grpo_megatron.images import digest_of, read_image
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.types import Problem, PromptImage
 

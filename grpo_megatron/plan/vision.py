@@ -6,7 +6,7 @@ from typing import Any
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.images import ImageSettings
+from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.model_facts import ModelFacts, configuration_of
 
 VISION_RULES = RuleSet()

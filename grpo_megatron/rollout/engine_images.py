@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from grpo_megatron.batching.image_folder import ImageFolder
-from grpo_megatron.images import ImageSettings, patches_of
+from grpo_megatron.image_settings import ImageSettings
+from grpo_megatron.images import patches_of
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import PromptImage

@@ -14,6 +14,7 @@ from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.data.preferences import read_preferences
 from grpo_megatron.data.sources import load_problems
+from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.plan.resolve import resolve
@@ -56,8 +57,11 @@ LAYOUT = (
 def stand_ins(config, folder: Path) -> StandIns:
     """Rows and the config.json of a tiny model, without weights: enough to resolve a recipe."""
     hf, _ = configuration_of(config.model)
-    tiny = tiny_config(hf, num_layers_of(config.trainer)) | {"vocab_size": 320}
-    (folder / "config.json").write_text(json.dumps(tiny))
+    if "vision_config" in hf:
+        write_tiny_model(folder, load_preset(config.model.preset))
+    else:
+        tiny = tiny_config(hf, num_layers_of(config.trainer)) | {"vocab_size": 320}
+        (folder / "config.json").write_text(json.dumps(tiny))
     data = {}
     for number in missing_files(config):
         data[number] = folder / f"{number}{config.domains[number].path.suffix}"

@@ -21,7 +21,7 @@ from grpo_megatron.batching.store import (
     write_shard,
 )
 from grpo_megatron.data.tiny_model import init_weights
-from grpo_megatron.images import ImageSettings
+from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.types import Completion, Prompt, PromptImage, RolloutGroup, VersionSpan
 

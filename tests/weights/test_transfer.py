@@ -384,8 +384,9 @@ def test_a_killed_sender_is_named():
 
 
 def _join_and_die(address, all_joined) -> None:
-    StreamReceiver(0, one_stream(), 0, address, HOST, timeout_s=3600)
+    receiver = StreamReceiver(0, one_stream(), 0, address, HOST, timeout_s=3600)
     all_joined.wait()
+    assert receiver  # kept so far: its end closes connections that the sender may still wait for
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -19,7 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
-from grpo_megatron.images import ImageSettings
+from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.trainer.lora.adapter import Adapter
 from grpo_megatron.trainer.lora.attach import attach

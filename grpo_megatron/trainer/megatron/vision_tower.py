@@ -12,7 +12,8 @@ import torch
 from grpo_megatron.batching.row_images import RowImages
 from grpo_megatron.device_copies import to_device
 from grpo_megatron.errors import TrainerError
-from grpo_megatron.images import ImageSettings, patches_of
+from grpo_megatron.image_settings import ImageSettings
+from grpo_megatron.images import patches_of
 from grpo_megatron.trainer.megatron.platform import device
 
 
