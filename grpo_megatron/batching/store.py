@@ -10,6 +10,7 @@
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
 final name is whole. It carries samples to the trainer, is the crash log, and can be replayed."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def _image_columns(images: Sequence[Sequence[PromptImage]]) -> dict[str, np.ndar
     """Images of every prompt; no columns where no prompt has any."""
     if not any(images):
         return {}
-    flat = [image for of_prompt in images for image in of_prompt]
+    flat = list(itertools.chain.from_iterable(images))
     digests = b"".join(bytes.fromhex(image.digest) for image in flat)
     return {
         "image_digest": np.frombuffer(digests, np.uint8).reshape(len(flat), -1),

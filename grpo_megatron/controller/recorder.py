@@ -92,7 +92,9 @@ def record_step(
 
 def _link_images(prompts: Sequence[Prompt], images: ImageFolder | None, working: Path) -> None:
     """Give the images of prompts a name in a step's directory."""
-    digests = {image.digest for prompt in prompts for image in prompt.images}
+    digests: set[str] = set()
+    for prompt in prompts:
+        digests.update(image.digest for image in prompt.images)
     if digests:
         assert images is not None  # of a model that sees
         images.link_to(ImageFolder(working / IMAGES), digests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.plan.memory import memory_problems, plan_of
 from grpo_megatron.plan.rank_bytes import (
     HOST_BYTES_PER_PARAMETER,
     inference_bytes,
@@ -150,6 +151,18 @@ def test_optimizer_state_on_the_host():
     on_a_cpu = ["trainer.offload_optimizer=true", "trainer.precision=bfloat16"]
     beside = plan_of(resolve("demo/gspo-moe-cpu", on_a_cpu).config)
     assert beside.worst.parts["optimizer"] > 0
+
+
+def test_a_layout_that_fits_with_its_optimizer_on_the_host_is_told():
+    config = resolve("moe/qwen3-30b-a3b").config
+    found = plan_of(config)
+    parts = found.worst.parts
+    between = found.worst.total - parts["optimizer"] // 2  # with half of it there is no room
+    [problem] = memory_problems(config, replace(found, usable_bytes=between))
+    told = f"set trainer.offload_optimizer: {parts['optimizer'] / 2**30:.1f} GiB go to the host"
+    assert told in problem.remedy
+    [problem] = memory_problems(config, replace(found, usable_bytes=parts["weights"]))
+    assert "offload_optimizer" not in problem.remedy
 
 
 @pytest.mark.engine
