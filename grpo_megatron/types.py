@@ -118,7 +118,12 @@ class Prompt:
     @property
     def content(self) -> str:
         """Equal for prompts of the same text and images only."""
-        return "\0".join([self.text, *(image.digest for image in self.images)])
+        return content_of(self.text, self.images)
+
+
+def content_of(text: str, images: Sequence[PromptImage]) -> str:
+    """Return what is equal for prompts of the same text and images only."""
+    return "\0".join([text, *(image.digest for image in images)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ prompt between splits, and equal prompts cannot be on both sides."""
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.prompt_images import ImageReader, RowImage, refuse_images
@@ -14,7 +14,7 @@ from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Problem, Prompt
+from grpo_megatron.types import Problem, Prompt, PromptImage, content_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def tokenised(
 
     images: of a model that sees; problems whose images it cannot see are left out."""
     problems = list(problems)
-    images_of: list[tuple[RowImage, ...]] = []
+    images_of: list[tuple[RowImage, ...]] = [()] * len(problems)
     if images is None:
         refuse_images(domain, problems)
     else:
@@ -85,19 +85,28 @@ def tokenised(
         questions.append(problem.question)
         rendered.append(renderer.render(problem))
         texts.append(rendered[-1].text)
-    token_ids = tokenizer.encode_batch(texts, where=f"[[domains]] {domain.name}")
+    where = f"[[domains]] {domain.name}"
+    token_ids = tokenizer.encode_batch(texts, where=where)
     prompts = []
-    for number, (question, of_problem, ids) in enumerate(
-        zip(questions, rendered, token_ids, strict=True)
+    for question, of_problem, ids, of_row in zip(
+        questions, rendered, token_ids, images_of, strict=True
     ):
         text, answer, metadata = of_problem
-        prompt = Prompt("", domain.name, text, tuple(ids), answer, metadata, question)
+        all_ids = tuple(ids)
+        places: tuple[PromptImage, ...] = ()
         if images is not None:
-            where = f"[[domains]] {domain.name}"
-            all_ids, places = images.expanded(ids, images_of[number], where)
-            prompt = replace(prompt, token_ids=all_ids, images=places)
-        prompt_id = f"{domain.name}-{text_hash(prompt.content)[:16]}"
-        prompts.append(replace(prompt, prompt_id=prompt_id))
+            all_ids, places = images.expanded(ids, of_row, where)
+        prompt = Prompt(
+            prompt_id=f"{domain.name}-{text_hash(content_of(text, places))[:16]}",
+            domain=domain.name,
+            text=text,
+            token_ids=all_ids,
+            answer=answer,
+            metadata=metadata,
+            question=question,
+            images=places,
+        )
+        prompts.append(prompt)
     return prompts
 
 
