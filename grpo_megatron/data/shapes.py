@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Problem
 
@@ -67,6 +68,13 @@ def shape_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
 
     Raises DataError for arguments that are not those of `ShapesConfig`."""
     where = f"[[domains]] {domain.name}, arguments"
+    for name in domain.arguments:
+        if name not in ShapesConfig.model_fields:
+            raise DataError(
+                f"pictures of shapes have no argument {name!r}",
+                where=where,
+                remedy=did_you_mean(name, ShapesConfig.model_fields),
+            )
     try:
         settings = ShapesConfig.model_validate(domain.arguments)
     except ValidationError as error:
