@@ -77,7 +77,7 @@ def test_pictures_depend_on_the_seed_alone():
     ("arguments", "words"),
     [
         ({"sides": 80}, "no argument 'sides'"),
-        ({"sides": 80}, "did you mean 'side'?"),
+        ({"sides": 80}, "did you mean 'side'"),
         ({"side": 56, "shape_side": 24, "most": 9}, "it has room for 4"),
         ({"fewest": 3, "most": 2}, "most = 2 is less than fewest = 3"),
         ({"most_others": 1}, "more kinds than the one"),
