@@ -44,6 +44,9 @@ class TrainerConfig(Strict):
     fp8: Literal["none", "blockwise"] = "none"
     """Matrix products of the layers in FP8 with a scale for every block (GPUs with Transformer
     Engine); parameters and gradients keep their precision."""
+    attention: Literal["auto", "transformer_engine", "torch"] = "auto"
+    """Who computes attention on GPUs; 'auto': Transformer Engine where it was seen to be right,
+    which it was not for latent attention (docs/kernels.md)."""
     moe_dispatcher: Literal["auto", "alltoall", "deepep", "hybridep"] = "auto"
     """How tokens reach their experts' ranks; 'auto': the fastest that is installed."""
     overlap_communication: bool | None = None

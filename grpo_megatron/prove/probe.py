@@ -28,6 +28,8 @@ PACKAGES = (
     "transformers",
 )
 _IMPORT_LIMIT_S = 120
+# torch first, as the trainer does: it brings NCCL, which Transformer Engine does not look for
+_IMPORT_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"
 
 
 def probe() -> Conditions:
@@ -114,7 +116,7 @@ def _why_no_transformer_engine(device: Device) -> str:
         return "there is no GPU for Transformer Engine"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", "import transformer_engine.pytorch"],
+            [sys.executable, "-c", _IMPORT_TRANSFORMER_ENGINE],
             capture_output=True,
             text=True,
             timeout=_IMPORT_LIMIT_S,

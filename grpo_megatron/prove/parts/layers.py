@@ -29,9 +29,10 @@ _FP8_ERROR = 0.5
 """Relative to the gradient: FP8 has three bits of mantissa."""
 _LOGPROB = {"bfloat16": 0.1, "float32": 1e-3, "fp8": 0.5}
 """Largest mean |difference| of log-probs to torch's in float32, in nats."""
-_NO_ATTENTION = "No dot product attention"
+_ENGINE_ATTENTION = "bfloat16 with its attention"
 _TABLES: dict[str, TrainerTable] = {
     "bfloat16": {"precision": "bfloat16"},
+    _ENGINE_ATTENTION: {"precision": "bfloat16", "attention": "transformer_engine"},
     "fp8": {"precision": "bfloat16", "fp8": "blockwise"},
     "float32": {"precision": "float32"},
 }
@@ -58,6 +59,9 @@ def run(job: Job) -> None:
     for name, hf in models(sizes.model).items():
         folder = job.folder / name
         has_experts = name != "dense"
+        wanted = list(precisions)
+        if name == "latent":  # 'auto' does not choose it, see docs/kernels.md
+            wanted.append(_ENGINE_ATTENTION)
         samples = write_step(
             folder / "samples",
             hf,
@@ -67,7 +71,7 @@ def run(job: Job) -> None:
             with_routes=has_experts,
         )
         model = write_model(folder / "model", hf)
-        started.append(_start(name, folder, model, samples, precisions))
+        started.append(_start(name, folder, model, samples, wanted))
     for of_model in started:
         _compare(job, of_model)
 
@@ -117,15 +121,14 @@ def _compare(job: Job, model: _Model) -> None:
     for precision, answer in found.items():
         told = f"{model.name}, {precision}"
         if isinstance(answer, TrainerError):
-            if precision == "float32" and _NO_ATTENTION in answer.message:
-                why = "Transformer Engine has no attention of packed rows in float32"
-                job.recorder.impossible(f"{told}: gradients agree", why)
-            else:
-                job.recorder.check(f"{told}: it computes", False, str(answer))
+            job.recorder.check(f"{told}: it computes", False, str(answer))
             continue
-        _check_logprobs(job, told, answer, exact, _LOGPROB[precision])
         gradients = load_file(_gradients_of(model.folder, "engine", precision))
         errors = errors_by_name(gradients, expected)
+        if precision == _ENGINE_ATTENTION:
+            _record_attention(job, told, errors, _allowed("bfloat16", torch_errors))
+            continue
+        _check_logprobs(job, told, answer, exact, _LOGPROB[precision])
         _check_gradients(job, told, errors, _allowed(precision, torch_errors))
 
 
@@ -167,6 +170,20 @@ def _check_logprobs(
         mean <= most,
         f"mean difference {mean:.2g} nats, largest {largest:.2g}, allowed mean {most:g}",
     )
+
+
+def _record_attention(
+    job: Job, told: str, errors: Mapping[str, float], allowed: Mapping[str, float]
+) -> None:
+    """Record the gradients that are off with what is not chosen: whether it can be, one day."""
+    wrong = [name for name in errors if errors[name] > allowed[name]]
+    worst = max(errors, key=errors.__getitem__)
+    job.recorder.figure(
+        f"{told}: gradients that are off", len(wrong), f"of {len(errors)}", "0: it is right here"
+    )
+    job.recorder.figure(f"{told}: worst, {worst}", errors[worst], "of its norm")
+    if wrong:
+        job.recorder.note(f"{told}: {', '.join(sorted(wrong))}")
 
 
 def _check_gradients(

@@ -24,6 +24,7 @@ def run(job: Job) -> None:
     trainer: TrainerTable = {
         "precision": "bfloat16",
         "max_tokens_per_microbatch": _NUM_SAMPLES * longest,
+        "share_prefixes": False,  # `plan` takes samples that share nothing
     }
     samples = write_step(
         job.folder / "samples",

@@ -68,6 +68,9 @@ _STREAMED_STEPS = 2
 """Before the run is resumed with another method."""
 _SHARE_OF_GPU = "0.3"
 """Of the GPU's memory, for an engine that shares it with the trainer or not: tiny models."""
+_CACHE_BYTES = str(1 << 30)
+"""Of the engine's KV cache, which it then does not have to find out: vLLM measures what is free
+before and after a pass, and dies where the trainer has given memory back meanwhile."""
 _EAGER = "--enforce-eager"
 """No compiler and no graphs: an engine is ready half a minute earlier."""
 
@@ -177,7 +180,8 @@ def _engine_arguments(conditions: Conditions, others: Sequence[str]) -> list[str
     """What engines on a GPU are started with."""
     if conditions.device != "cuda":
         return []
-    arguments = ["--gpu-memory-utilization", _SHARE_OF_GPU, *others]
+    memory = ["--gpu-memory-utilization", _SHARE_OF_GPU, "--kv-cache-memory-bytes", _CACHE_BYTES]
+    arguments = [*memory, *others]
     return [f"rollout.engine_arguments={json.dumps(arguments)}"]
 
 

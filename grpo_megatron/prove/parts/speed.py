@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron.errors import TrainerError
@@ -28,10 +28,9 @@ _MFU_NOTE = (
     "MFU: operations of the model by seconds and by the peak of the GPUs in bfloat16. A forward "
     "pass has 2 operations for each weight that a token meets (the output layer's for policy "
     "tokens only) and 2 L^2 for each layer and unit of the heads' width, L the length of a "
-    "sample; a backward pass has twice as many. What is computed again (recompute = full, a third "
-    "of the training pass more) is not counted. Expected shares are what others publish of "
-    "Megatron-Core on H100s, less a quarter for what is computed again; none was measured with "
-    "this library."
+    "sample; a backward pass has twice as many. Activations are kept where `plan` says that they "
+    "fit; what is computed again where they do not (recompute = full, a third of the training pass "
+    "more) is not counted."
 )
 _SAMPLES_PER_GPU = 2
 _BACKWARD = 2
@@ -46,19 +45,49 @@ class _Shape:
     trainer: TrainerTable
     tokens: Sequence[int]
     """Of a micro-batch, each a measurement."""
+    folder: str
 
     @property
     def has_experts(self) -> bool:
         return self.kind == "experts"
 
 
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    """Micro-batches of a shape whose activations are kept, or computed again."""
+
+    shape: _Shape
+    tokens: Sequence[int]
+    recompute: str
+
+    @property
+    def name(self) -> str:
+        if self.recompute == "none":
+            return self.shape.name
+        return f"{self.shape.name}, recomputed"
+
+
 def run(job: Job) -> None:
-    """Measure every shape that fits, each in ranks of its own."""
+    """Measure every shape that fits, in the same ranks one after another."""
+    measurements: list[_Measurement] = []
     for shape in _shapes(job):
-        try:
-            _measure(job, shape)
-        except TrainerError as error:  # the other shapes may compute
-            job.recorder.check(f"{shape.name}: it computes", False, str(error))
+        measurements += _measurements(job, shape)
+    num_gpus = 1
+    if job.conditions.device == "cuda":
+        num_gpus = job.conditions.num_gpus
+    asked = Asked(
+        [_request(job, measurement, num_gpus) for measurement in measurements],
+        MeasuredSpeed,
+        job.folder / "ranks",
+        on_this_machine(num_gpus),
+        patience_s=200.0,
+    )
+    for measurement, answer in zip(measurements, asked.answers(), strict=True):
+        if isinstance(answer, TrainerError):  # the other shapes may compute
+            job.recorder.check(f"{measurement.name}: it computes", False, str(answer))
+            continue
+        for tokens, times in zip(measurement.tokens, answer.times, strict=True):
+            _record(job, measurement, tokens, num_gpus, times)
     note = _MFU_NOTE
     if job.conditions.device != "cuda":
         note = "The GPU pretends: seconds are a CPU's, of tiny models. The figures mean nothing."
@@ -66,22 +95,23 @@ def run(job: Job) -> None:
 
 
 def _shapes(job: Job) -> list[_Shape]:
-    table: TrainerTable = {"precision": "bfloat16", "recompute": "full"}
+    # a prompt that is computed once for all of its samples would count for each of them
+    table: TrainerTable = {"precision": "bfloat16", "share_prefixes": False}
     conditions = job.conditions
     if conditions.device != "cuda":
         tiny = models(NARROW)
         return [
-            _Shape("tiny dense", "dense", tiny["dense"], table, (64, 128)),
-            _Shape("tiny experts", "experts", tiny["moe"], table, (64, 128)),
+            _Shape("tiny dense", "dense", tiny["dense"], table, (64, 128), "dense"),
+            _Shape("tiny experts", "experts", tiny["moe"], table, (64, 128), "experts"),
         ]
     tokens = (4096, 16384, 65536)
     num_experts = int(qwen3_30b_a3b()["num_experts"])
     expert_ranks = math.gcd(num_experts, conditions.num_gpus)
     with_experts = {**table, "expert_parallel_size": expert_ranks}
     wanted = [
-        _Shape("Qwen3-0.6B", "dense", QWEN3_0_6B, table, tokens),
-        _Shape("Qwen3-4B", "dense", QWEN3_4B, table, tokens),
-        _Shape("Qwen3-30B-A3B", "experts", qwen3_30b_a3b(), with_experts, tokens),
+        _Shape("Qwen3-0.6B", "dense", QWEN3_0_6B, table, tokens, "0.6B"),
+        _Shape("Qwen3-4B", "dense", QWEN3_4B, table, tokens, "4B"),
+        _Shape("Qwen3-30B-A3B", "experts", qwen3_30b_a3b(), with_experts, tokens, "30B-A3B"),
     ]
     found = []
     for shape in wanted:
@@ -93,21 +123,7 @@ def _shapes(job: Job) -> list[_Shape]:
 
 def _fitting(job: Job, shape: _Shape) -> _Shape | None:
     """The shape with as many layers as fit, at its longest micro-batch; None where none does."""
-    conditions = job.conditions
-    longest = max(shape.tokens)
-    num_layers = layers_that_fit(
-        job.folder / shape.name / "plan",
-        shape.hf,
-        {
-            **shape.trainer,
-            "num_ranks": conditions.num_gpus,
-            "max_tokens_per_microbatch": longest,
-        },
-        num_samples=_SAMPLES_PER_GPU * conditions.num_gpus,
-        longest=longest // _SAMPLES_PER_GPU,
-        num_gpus=conditions.num_gpus,
-        memory_bytes=int(_USABLE * conditions.memory_bytes),
-    )
+    num_layers = _num_layers(job, shape, max(shape.tokens), "full")
     if num_layers == 0:
         job.recorder.impossible(f"{shape.name} fits", "not even one of its layers does, by `plan`")
         return None
@@ -115,16 +131,46 @@ def _fitting(job: Job, shape: _Shape) -> _Shape | None:
     name = shape.name
     if num_layers < whole:
         name = f"{shape.name}, {num_layers} of {whole} layers"
-    return _Shape(name, shape.kind, with_layers(shape.hf, num_layers), shape.trainer, shape.tokens)
+    return replace(shape, name=name, hf=with_layers(shape.hf, num_layers))
 
 
-def _measure(job: Job, shape: _Shape) -> None:
-    num_gpus = job.conditions.num_gpus
+def _num_layers(job: Job, shape: _Shape, tokens: int, recompute: str) -> int:
+    """How many of the shape's layers fit, by `plan`: all, a half, a quarter, ..."""
+    conditions = job.conditions
+    return layers_that_fit(
+        job.folder / shape.folder / f"plan-{tokens}-{recompute}",
+        shape.hf,
+        {
+            **shape.trainer,
+            "recompute": recompute,
+            "num_ranks": conditions.num_gpus,
+            "max_tokens_per_microbatch": tokens,
+        },
+        num_samples=_SAMPLES_PER_GPU * conditions.num_gpus,
+        longest=tokens // _SAMPLES_PER_GPU,
+        num_gpus=conditions.num_gpus,
+        memory_bytes=int(_USABLE * conditions.memory_bytes),
+    )
+
+
+def _measurements(job: Job, shape: _Shape) -> list[_Measurement]:
+    """Activations are kept where they fit, and computed again where they do not."""
     if job.conditions.device != "cuda":
-        num_gpus = 1
-    folder = job.folder / shape.name.partition(",")[0]
-    steps = []
+        return [_Measurement(shape, shape.tokens, "full")]
+    kept = []
     for tokens in shape.tokens:
+        if _num_layers(job, shape, tokens, "none") == shape.hf["num_hidden_layers"]:
+            kept.append(tokens)
+    again = [tokens for tokens in shape.tokens if tokens not in kept]
+    found = [_Measurement(shape, kept, "none"), _Measurement(shape, again, "full")]
+    return [measurement for measurement in found if measurement.tokens]
+
+
+def _request(job: Job, measurement: _Measurement, num_gpus: int) -> MeasureSpeed:
+    shape = measurement.shape
+    folder = job.folder / shape.folder
+    steps = []
+    for tokens in measurement.tokens:
         half = tokens // _SAMPLES_PER_GPU // 2
         step = write_step(
             folder / f"samples-{tokens}",
@@ -135,22 +181,23 @@ def _measure(job: Job, shape: _Shape) -> None:
             with_routes=shape.has_experts,
         )
         steps.append(step)
-    request = MeasureSpeed(
+    return MeasureSpeed(
         hf=dict(shape.hf),
         samples=steps,
-        trainer={**shape.trainer, "max_tokens_per_microbatch": max(shape.tokens)},
+        trainer={
+            **shape.trainer,
+            "recompute": measurement.recompute,
+            "max_tokens_per_microbatch": max(measurement.tokens),
+        },
         repeats=2,
         replays_routes=shape.has_experts,
     )
-    ranks = on_this_machine(num_gpus)
-    asked = Asked([request], MeasuredSpeed, folder / "ranks", ranks, patience_s=200.0)
-    for tokens, times in zip(shape.tokens, asked.answer().times, strict=True):
-        _record(job, shape, tokens, num_gpus, times)
 
 
-def _record(job: Job, shape: _Shape, tokens: int, num_gpus: int, times: Times) -> None:
+def _record(job: Job, measurement: _Measurement, tokens: int, num_gpus: int, times: Times) -> None:
     """Record tokens per second and MFU of each pass on one micro-batch a GPU."""
     recorder = job.recorder
+    shape = measurement.shape
     samples = _SAMPLES_PER_GPU * num_gpus
     length = tokens // _SAMPLES_PER_GPU
     forward = forward_flops(shape.hf, [length] * samples, samples * (length // 2))
@@ -160,7 +207,7 @@ def _record(job: Job, shape: _Shape, tokens: int, num_gpus: int, times: Times) -
         "forward and backward": (times.train_s, forward * (1 + _BACKWARD)),
         "backward": (times.train_s - times.logprobs_s, forward * _BACKWARD),
     }
-    where = f"{shape.name}, {tokens} tokens a GPU"
+    where = f"{measurement.name}, {tokens} tokens a GPU"
     for name, (seconds, operations) in passes.items():
         if seconds <= 0:  # noise of a tiny model
             continue

@@ -14,6 +14,8 @@ from grpo_megatron.trainer.megatron import platform
 
 FUSED = "fused"
 SEPARATE = "separate"
+ATTENTION = "attention"
+TORCH_SDPA = "torch SDPA"
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def choose(there: Installed, wanted: Computation) -> list[Kernel]:
     Raises SetupError where the layout names one that is not installed."""
     kernels = [
         _layers(there),
-        _attention(there),
+        _attention(there, wanted),
         _swiglu(there),
         _residual(there),
         _rotation(there, wanted),
@@ -86,6 +88,11 @@ def choose(there: Installed, wanted: Computation) -> list[Kernel]:
             _dispatcher(there, wanted.layout),
         ]
     return kernels
+
+
+def attention_is_torch(kernels: list[Kernel]) -> bool:
+    """Say whether torch computes attention, whoever computes the rest of a layer."""
+    return any(kernel.part == ATTENTION and kernel.chosen == TORCH_SDPA for kernel in kernels)
 
 
 def settings_of(kernels: list[Kernel]) -> dict[str, Any]:
@@ -105,12 +112,31 @@ def _layers(there: Installed) -> Kernel:
     return Kernel("layers", "torch", _without_transformer_engine(there))
 
 
-def _attention(there: Installed) -> Kernel:
-    if there.transformer_engine:
-        return Kernel(
-            "attention", "Transformer Engine", "variable lengths: flash-attn or cuDNN, its choice"
+def _attention(there: Installed, wanted: Computation) -> Kernel:
+    """Latent attention's gradients of queries were wrong on an H200 (cuDNN 9.19, bfloat16, heads of
+    192 and 128), see docs/kernels.md. What no kernel of Transformer Engine takes it would compute
+    with a matrix of all pairs of tokens."""
+    layout = wanted.layout
+    problem = ""
+    if not there.transformer_engine:
+        problem = _without_transformer_engine(there)
+    elif layout.precision == "float32":
+        problem = "Transformer Engine's kernels take 16 bits only"
+    if layout.attention == "transformer_engine" and problem:
+        raise SetupError(
+            f"Transformer Engine cannot compute attention: {problem}",
+            where="trainer.attention",
+            remedy="set it to 'auto' or 'torch'",
         )
-    return Kernel("attention", "torch SDPA", _without_transformer_engine(there))
+    if layout.attention == "torch":
+        problem = "trainer.attention"
+    elif layout.attention == "auto" and wanted.latent_attention:
+        problem = problem or "cuDNN's gradients of latent attention were seen wrong"
+    if problem:
+        return Kernel(ATTENTION, TORCH_SDPA, problem)
+    return Kernel(
+        ATTENTION, "Transformer Engine", "variable lengths: flash-attn or cuDNN, its choice"
+    )
 
 
 def _swiglu(there: Installed) -> Kernel:

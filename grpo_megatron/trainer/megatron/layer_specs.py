@@ -42,9 +42,11 @@ class LatentNorm:
 
 
 def block_spec(
-    config: TransformerConfig, vp_stage: int | None
+    config: TransformerConfig, vp_stage: int | None, *, torch_attention: bool
 ) -> transformer_block.TransformerBlockSubmodules:
-    """Specify the layers of this pipeline stage and model chunk."""
+    """Specify the layers of this pipeline stage and model chunk.
+
+    torch_attention: torch computes attention also between layers of Transformer Engine."""
     if HAS_TRANSFORMER_ENGINE:
         block = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage
@@ -52,7 +54,10 @@ def block_spec(
         # layers of a kind may have one specification between them
         attentions = {id(layer): layer for layer in map(_attention_of, block.layer_specs)}
         for attention in attentions.values():
-            attention.core_attention = with_gathered_keys(attention.core_attention)
+            if torch_attention:
+                attention.core_attention = PackedAttention
+            else:
+                attention.core_attention = with_gathered_keys(attention.core_attention)
         return block
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = transformer_block.get_num_layers_to_build(config, vp_stage=vp_stage)

@@ -413,6 +413,11 @@ def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
                 config = copy.copy(config)
                 config.context_parallel_size = 1
             super().__init__(config, *args, **settings)
+            # Where no kernel takes what is computed, Transformer Engine masks by the lengths of
+            # keys alone in what is called self-attention (get_padding_mask of 2.20.2).
+            unfused = getattr(self, "unfused_attention", None)
+            if unfused is not None:
+                unfused.attention_type = "cross"
 
         def forward(
             self,

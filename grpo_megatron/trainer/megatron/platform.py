@@ -42,6 +42,16 @@ def _without_wandb() -> Iterator[None]:
             del modules["wandb"]
 
 
+def _hide_transformer_engine() -> None:
+    """Let `import transformer_engine` be an ImportError from here on, in the environment for GPUs
+    on a machine without one, or with one that only pretends.
+
+    Megatron clips gradients and computes routers with it wherever it can be imported, of tensors
+    on a CPU too (clip_grads.py:11, moe_utils.py:29 of 0.19.2)."""
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("transformer_engine", None)
+
+
 def _as_it_is(model: Any = None, **settings: Any) -> Any:
     """Stand for `torch.compile`, called with a function or as a decorator with settings."""
     if model is None:
@@ -64,6 +74,8 @@ def _without_compiler() -> Iterator[None]:
         torch.compile = compile_with_torch
 
 
+if not HAS_CUDA or pretended_cuda.is_wanted():
+    _hide_transformer_engine()
 with _without_wandb(), _without_compiler():
     upstream_fixes.installed_release()  # refuses others before anything of them is replaced
     cpu_platform.install()

@@ -24,7 +24,7 @@ from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.trainer.lora.adapter import Adapter
 from grpo_megatron.trainer.lora.attach import attach
 from grpo_megatron.trainer.megatron import host_optimizer
-from grpo_megatron.trainer.megatron.kernels import Kernel
+from grpo_megatron.trainer.megatron.kernels import Kernel, attention_is_torch
 from grpo_megatron.trainer.megatron.layer_specs import block_spec
 from grpo_megatron.trainer.megatron.model_config import kernels_of, transformer_config
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
@@ -346,6 +346,7 @@ def build_models(
     models = []
     rope = model_fields(hf)["rope"]
     parts = config.tensor_model_parallel_size
+    torch_attention = attention_is_torch(kernels_of(hf, layout))
     stages: list[int | None] = [None]
     if layout.virtual_pipeline_parallel_size:
         stages = list(range(layout.virtual_pipeline_parallel_size))
@@ -354,7 +355,7 @@ def build_models(
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         model = PolicyModel(
             config,
-            block_spec(config, stage),
+            block_spec(config, stage, torch_attention=torch_attention),
             vp_stage=stage,
             pre_process=first,
             post_process=last,

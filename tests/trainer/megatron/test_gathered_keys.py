@@ -27,6 +27,7 @@ class Core:
     def __init__(self, config: SimpleNamespace) -> None:
         self.config = config
         self.calls: list[dict[str, Any]] = []
+        self.unfused_attention = SimpleNamespace(attention_type="self")
 
     def forward(self, query, key, value, attention_mask, **settings):
         self.calls.append({"query": query, "key": key, "value": value, **settings})
@@ -65,6 +66,11 @@ def test_a_row_without_branches_is_left_alone():
     assert call["packed_seq_params"] is packed
     assert call["attn_mask_type"] == "causal"
     assert call["key"].flatten().tolist() == [100, 101, 102, 103, 104]
+
+
+def test_masks_go_by_the_lengths_of_queries_too():
+    attention = with_gathered_keys(Core)(SimpleNamespace(context_parallel_size=1))
+    assert attention.unfused_attention.attention_type == "cross"
 
 
 def test_the_class_is_made_once():

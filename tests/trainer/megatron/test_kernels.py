@@ -10,8 +10,10 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import SetupError
 from grpo_megatron.trainer.megatron.kernels import (
+    TORCH_SDPA,
     Computation,
     Installed,
+    attention_is_torch,
     choose,
     installed,
     settings_of,
@@ -72,6 +74,24 @@ def test_the_fused_rotation_is_used_where_it_is_right(wanted, rope):
 
 
 @pytest.mark.parametrize(
+    ("there", "wanted", "attention"),
+    [
+        (ENGINE, computation(), "Transformer Engine"),
+        (ENGINE, computation(attention="torch"), TORCH_SDPA),
+        (ENGINE, computation(precision="float32"), TORCH_SDPA),
+        (ENGINE, computation(latent=True), TORCH_SDPA),
+        (ENGINE, computation(latent=True, attention="transformer_engine"), "Transformer Engine"),
+        (GPU, computation(), TORCH_SDPA),
+    ],
+)
+def test_attention_is_computed_by_what_was_seen_to_be_right(there, wanted, attention):
+    kernels = choose(there, wanted)
+    [found] = [kernel.chosen for kernel in kernels if kernel.part == "attention"]
+    assert found == attention
+    assert attention_is_torch(kernels) == (attention == TORCH_SDPA)
+
+
+@pytest.mark.parametrize(
     ("there", "layout", "dispatcher"),
     [
         (ENGINE, {}, "alltoall"),
@@ -95,6 +115,12 @@ def test_the_dispatcher_is_the_fastest_that_can_be_used(there, layout, dispatche
             EVERYTHING,
             {"moe_dispatcher": "deepep", "precision": "float32"},
             "trainer.moe_dispatcher",
+        ),
+        (GPU, {"attention": "transformer_engine"}, "trainer.attention"),
+        (
+            ENGINE,
+            {"attention": "transformer_engine", "precision": "float32"},
+            "trainer.attention",
         ),
         (GPU, {"fp8": "blockwise"}, "trainer.fp8"),
         (NOTHING, {"fp8": "blockwise"}, "trainer.fp8"),

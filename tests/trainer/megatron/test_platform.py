@@ -79,3 +79,27 @@ def test_torchs_compiler_stays_where_there_is_a_gpu():
         env=environment(),
     )
     assert done.stdout.split() == ["None"]
+
+
+def test_transformer_engine_is_not_used_where_there_is_no_gpu(tmp_path):
+    """Megatron would clip gradients with it, of tensors on a CPU too."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise RuntimeError("imported without a GPU")')
+    code = """
+import torch
+torch.cuda.is_available = lambda: False
+from grpo_megatron.trainer.megatron import platform
+assert not platform.HAS_TRANSFORMER_ENGINE
+from megatron.core.optimizer import clip_grads
+print(clip_grads.multi_tensor_applier.__module__)
+"""
+    paths = [str(tmp_path), *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(PYTHONPATH=os.pathsep.join(paths)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "megatron" in done.stdout
