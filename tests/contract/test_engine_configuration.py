@@ -57,8 +57,11 @@ def engine_configuration(config: RunConfig, folder: Path, *further: str) -> dict
 
 
 def write_model(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """The model's config.json at its real size, from the preset."""
-    hf = load_preset(config.model.preset).hf
+    """The model's config.json at its real size, from the preset, and how it takes images."""
+    hf = dict(load_preset(config.model.preset).hf)
+    processor = hf.pop("image_processor", None)
+    if processor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     (folder / "config.json").write_text(json.dumps(hf))
     return hf
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 
 SOURCES = Path(__file__).parents[2] / ".contract" / "sources"
 NUM_LAYERS = 4
-ONE_RANK: dict[str, int] = {"num_ranks": 1}
+ONE_RANK: dict[str, Any] = {"num_ranks": 1}
 EVERYTHING = {
     "num_ranks": 4,
     "tensor_parallel_size": 2,
@@ -46,7 +46,7 @@ def one_preset_a_family() -> dict[str, str]:
 
 
 def weights_of_ranks(
-    hf: dict[str, Any], layouts: list[dict[str, int]], transformer_engine: bool
+    hf: dict[str, Any], layouts: list[dict[str, Any]], transformer_engine: bool
 ) -> tuple[list[Any], set[str]]:
     """For each layout, of the first rank of every pipeline stage: each shard of a parameter, with
     the Hugging Face tensors that it is a part of; which classes of Transformer Engine are in the
@@ -96,13 +96,22 @@ def test_the_weights_are_those_of_torchs_layers(preset):
         layouts[1] = {key: size for key, size in EVERYTHING.items() if "expert" not in key}
     fused, classes, settings = in_a_process_of_its_own(weights_of_ranks, hf, layouts, True)
     plain, without, plain_settings = in_a_process_of_its_own(weights_of_ranks, hf, layouts, False)
-    assert not without and {"TERowParallelLinear", "TESharedPrefixAttention"} <= classes
+    assert not without and "TERowParallelLinear" in classes
+    assert ("TESharedPrefixAttention" in classes) != facts_from_hf(hf).is_mla  # docs/kernels.md
     assert fused == plain
     assert not any(value for stage in plain_settings for value in stage.values())
     for stage in settings:
         assert stage["bias_activation_fusion"] and stage["gradient_accumulation_fusion"]
         assert not stage["moe_router_fusion"]
         assert stage["moe_permute_fusion"] == bool(facts_from_hf(hf).num_experts)
+
+
+def test_latent_attention_is_transformer_engines_where_it_is_asked_for():
+    preset = one_preset_a_family()["deepseek_v3"]
+    hf = {"vocab_size": 96, **tiny_config(load_preset(preset).hf, num_layers=NUM_LAYERS)}
+    layout = {**ONE_RANK, "attention": "transformer_engine"}
+    _, classes, _ = in_a_process_of_its_own(weights_of_ranks, hf, [layout], True)
+    assert "TESharedPrefixAttention" in classes
 
 
 @pytest.mark.parametrize("preset", sorted(one_preset_a_family().values()))
