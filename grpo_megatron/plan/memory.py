@@ -58,7 +58,15 @@ class Plan:
         return max(self.stages, key=lambda rank: rank.total)
 
 
-def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = False) -> Plan:
+DEFAULT_DEVICE = "h100-80g"
+
+
+def device_bytes(device: str) -> int:
+    """Memory of a GPU; `device` is a name in `devices.toml`."""
+    return int(DEVICES["memory"][device] * _GIB)
+
+
+def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool = False) -> Plan:
     """The plan of a valid recipe; `device` is a name in `devices.toml`. `worst_only`: without the
     stages between the second and the last, which are never the fullest."""
     hf, _ = configuration_of(config.model)
@@ -67,7 +75,7 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     memory: int | None = None
     usable: int | None = None
     if config.placement.gpus_per_node:
-        memory = int(DEVICES["memory"][device] * _GIB)
+        memory = device_bytes(device)
         usable = int((memory - DEVICES["context"] * _GIB) * (1 - DEVICES["gaps"]))
         if config.placement.mode == "colocated":
             usable -= int(_utilisation(config) * memory)
@@ -385,6 +393,13 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
         "kv_cache": cache,
         "kv_tokens": cache // (per_layer * s.model["num_layers"] * element),
     }
+
+
+def engine_cache_bytes(config: RunConfig, gpu_bytes: int) -> int:
+    """Bytes of keys and values in each worker of an engine, on a GPU with `gpu_bytes` of memory:
+    what weights, and a forward pass, leave of the share that vLLM takes."""
+    hf, _ = configuration_of(config.model)
+    return _engine(config, hf, vocabulary_of(hf, config.model), gpu_bytes)["kv_cache"]
 
 
 _PARTS_OF_ENGINE_LAYER = (

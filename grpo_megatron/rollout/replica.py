@@ -27,7 +27,9 @@ from grpo_megatron.network import (
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.hf_config import engine_overrides
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
+from grpo_megatron.plan.memory import engine_cache_bytes
 from grpo_megatron.plan.model_facts import facts_from_hf, read_config
+from grpo_megatron.rollout.gpu_memory import gpu_bytes
 from grpo_megatron.rollout.plugin import adapter_slot, engine_token
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rollout.server_progress import PATH_VARIABLE
@@ -35,6 +37,7 @@ from grpo_megatron.rundir import RunDir
 
 PLUGIN = "grpo_megatron"
 """Our entry point in the group `vllm.general_plugins`."""
+_CACHE_ARGUMENT = "--kv-cache-memory-bytes"
 
 
 def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
@@ -153,11 +156,16 @@ def serve_command(
         "max_logprobs": rollout.truncation.get("logprobs", 1),
         "middleware": engine_token.MIDDLEWARE,
     }
+    is_colocated = config.placement.mode == "colocated" and not is_cpu_engine()
     conditions = {
         "samples": True,
         "routes": config.records_routes,
-        "gpu_colocated": config.placement.mode == "colocated" and not is_cpu_engine(),
+        "gpu_colocated": is_colocated,
     }
+    if is_colocated and rollout.engine_argument(_CACHE_ARGUMENT) is None:
+        cache = engine_cache_bytes(config, gpu_bytes())
+        values["shared_cache_bytes"] = cache
+        conditions["gpu_shared"] = cache > 0
     if config.lora is not None and config.engine_adapter:
         values |= {
             "adapter": config.engine_adapter,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.network import Endpoint
+from grpo_megatron.plan.memory import DEFAULT_DEVICE, device_bytes
+from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rollout import replica
+from grpo_megatron.rollout.gpu_memory import gpu_bytes
 from grpo_megatron.rollout.plugin import engine_token
 from grpo_megatron.rollout.segments import derive_seed
 from tests.e2e.family_models import settings_of
@@ -65,6 +70,71 @@ def test_routes_and_own_arguments(monkeypatch):
         monkeypatch, False, record_routes=True, engine_arguments=("--gpu-memory-utilization", "0.5")
     )
     assert "--enable-return-routed-experts" in argv and argv[-1] == "0.5"
+
+
+def colocated_command(monkeypatch, *overrides: str) -> list[str]:
+    """A server that shares one H200 with the trainer."""
+    monkeypatch.setattr(replica, "is_cpu_engine", lambda: False)
+    monkeypatch.setattr(replica, "gpu_bytes", lambda: 140 << 30)
+    config = resolve("single_gpu/qwen2.5-1.5b", overrides).config
+    argv, _ = replica.serve_command(config, "/model", 0, 8000, token=TOKEN)
+    return argv
+
+
+def test_an_engine_beside_the_trainer_does_not_measure_what_is_free(monkeypatch):
+    argv = colocated_command(monkeypatch)
+    assert "--enable-sleep-mode" in argv
+    cache = int(argv[argv.index("--kv-cache-memory-bytes") + 1])
+    share = 0.35 * (140 << 30)
+    weights = 2 * 1_543_714_304
+    assert cache == pytest.approx(share - weights - (3 << 30), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["--gpu-memory-utilization", "0.35", "--kv-cache-memory-bytes", "1073741824"], 1),
+        (["--gpu-memory-utilization", "0.01"], 0),  # vLLM says what is missing
+    ],
+)
+def test_a_cache_that_is_given_or_has_no_room_is_left_alone(monkeypatch, arguments, given):
+    argv = colocated_command(monkeypatch, f"rollout.engine_arguments={json.dumps(arguments)}")
+    assert argv.count("--kv-cache-memory-bytes") == given
+
+
+class _Driver(SimpleNamespace):
+    """pynvml, of a machine with one GPU or with a driver that is not loaded."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, total: int | None):
+        self.total = total
+
+    def nvmlInit(self) -> None:
+        if self.total is None:
+            raise self.NVMLError
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=self.total)
+
+
+@pytest.mark.parametrize(
+    ("driver", "total"),
+    [
+        (None, device_bytes(DEFAULT_DEVICE)),
+        (_Driver(None), device_bytes(DEFAULT_DEVICE)),
+        (_Driver(141 << 30), 141 << 30),
+    ],
+)
+def test_memory_of_a_gpu_that_cannot_be_asked_is_what_plan_assumes(monkeypatch, driver, total):
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert gpu_bytes() == total
 
 
 @pytest.mark.parametrize(
