@@ -34,7 +34,7 @@ PARTS = (
         "latent attention",
         device.run,
         needs=(a_gpu,),
-        usual_s=45.0,
+        usual_s=60.0,
         limit_s=240.0,
     ),
     Part(
@@ -42,7 +42,7 @@ PARTS = (
         "Transformer Engine's layers compute what torch's do, gradients by name, also in FP8",
         layers.run,
         needs=(a_gpu, transformer_engine),
-        usual_s=60.0,
+        usual_s=75.0,
         limit_s=240.0,
     ),
     Part(
@@ -66,7 +66,7 @@ PARTS = (
         "weights go from process to process by NCCL, through GPU memory and through host memory",
         carriers.run,
         needs=(a_gpu,),
-        usual_s=20.0,
+        usual_s=45.0,
         limit_s=180.0,
     ),
     Part(
@@ -115,7 +115,7 @@ PARTS = (
         "tokens per second and MFU of log-probs, training and optimizer at 4k, 16k and 64k tokens",
         speed.run,
         needs=(a_gpu,),
-        usual_s=60.0,
+        usual_s=120.0,
         limit_s=240.0,
     ),
     Part(
