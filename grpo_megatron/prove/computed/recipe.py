@@ -1,7 +1,5 @@
 """The recipe around a request: what training needs beside a model and a layout."""
 
-from typing import Any
-
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
@@ -9,11 +7,13 @@ OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1)
 """A small rate: Adam turns rounding of tiny gradients into whole steps."""
 
 
-def recipe_of(layout: TrainerConfig, *, replays_routes: bool = False) -> RunConfig:
-    """A recipe of one domain that trains recorded steps with GRPO at `layout`."""
-    routing: dict[str, Any] = {}
-    if replays_routes:
-        routing = {"replay": "r3", "on_missing": "fail"}
+def recipe_of(layout: TrainerConfig, *, replay: str = "none") -> RunConfig:
+    """A recipe of one domain that trains recorded steps with GRPO at `layout`.
+
+    replay: of `RoutingConfig`; every recorded route has to be there for "r3"."""
+    routing: dict[str, str] = {"replay": replay}
+    if replay == "r3":
+        routing["on_missing"] = "fail"
     domain = {
         "name": "made",
         "source": "file",

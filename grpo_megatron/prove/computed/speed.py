@@ -40,7 +40,7 @@ _NUM_TOP_KERNELS = 20
 
 def measure_speed(request: MeasureSpeed, layout: TrainerConfig) -> MeasuredSpeed:
     """Time all passes on each recorded step, the first time of each uncounted. Collective."""
-    config = recipe_of(layout, replays_routes=request.replays_routes)
+    config = recipe_of(layout, replay="r2" if request.replays_routes else "none")
     policy = build_policy(request.hf, layout, config.optimizer)
     times: list[Times] = []
     optimizer_s = 0.0
@@ -64,8 +64,8 @@ class _Step:
         rows = np.arange(len(table))
         self.update = prepare(config.trainer, table, rows)
         self.routing: RoutingPass | None = None
-        if config.routing.replay == "r3":
-            self.routing = _replayed(config, policy, table, self.update)
+        if config.routing.replay != "none":
+            self.routing = _routes_of_live_routers(config, policy, table, self.update)
         objective = objective_of(config, {})
         batch = sample_batch(config, table)
         constants = loss_constants(
@@ -149,13 +149,15 @@ def _micros(row: tuple[str, float, int]) -> float:
     return row[1]
 
 
-def _replayed(
+def _routes_of_live_routers(
     config: RunConfig, policy: Policy, table: SampleTable, update: UpdateBatch
 ) -> RoutingPass | None:
-    routes = RouteSource(config, policy.replay, table).from_store(update)
-    if routes is None:
-        return None
-    return RoutingPass(replayed=routes)
+    """Let a pass record what the routers choose, to be replayed. Other routes would give experts
+    other loads, and so a grouped GEMM other work. Collective."""
+    source = RouteSource(config, policy.replay, table)
+    update.old_routing = source.old_pass(None)
+    logprob_pass(policy, update, update.old_routing)
+    return source.margin_pass(update)
 
 
 def _wait_for_device() -> None:

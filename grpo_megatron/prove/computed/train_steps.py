@@ -33,7 +33,7 @@ def train_steps(request: TrainSteps, layout: TrainerConfig) -> TrainedSteps:
     """Compute log-probs, then take all optimizer steps of the recorded step. Collective."""
     if request.gradients is not None:
         layout = layout.model_copy(update={"distributed_optimizer": False})
-    config = recipe_of(layout, replays_routes=request.replays_routes)
+    config = recipe_of(layout, replay="r3" if request.replays_routes else "none")
     optimizer = config.optimizer
     if request.gradients is not None:
         optimizer = optimizer.model_copy(update={"clip_grad": _NEVER_CLIPPED})

@@ -178,7 +178,6 @@ def _request(job: Job, measurement: _Measurement, num_gpus: int) -> MeasureSpeed
             Lengths(prompt=half, shortest=half, longest=half),
             num_groups=num_gpus,
             group_size=_SAMPLES_PER_GPU,
-            with_routes=shape.has_experts,
         )
         steps.append(step)
     return MeasureSpeed(
