@@ -113,27 +113,28 @@ def _layers(there: Installed) -> Kernel:
 
 
 def _attention(there: Installed, wanted: Computation) -> Kernel:
-    """Latent attention's gradients of queries were wrong on an H200 (cuDNN 9.19, bfloat16, heads of
-    192 and 128), see docs/kernels.md. What no kernel of Transformer Engine takes it would compute
-    with a matrix of all pairs of tokens."""
+    """A gradient of latent attention was wrong on an H200 (cuDNN 9.19, bfloat16, heads of 192 and
+    128), see docs/kernels.md. What no kernel of Transformer Engine takes it would compute with a
+    matrix of all pairs of tokens."""
     layout = wanted.layout
-    problem = ""
+    impossible = ""
     if not there.transformer_engine:
-        problem = _without_transformer_engine(there)
+        impossible = _without_transformer_engine(there)
     elif layout.precision == "float32":
-        problem = "Transformer Engine's kernels take 16 bits only"
-    if layout.attention == "transformer_engine" and problem:
+        impossible = "Transformer Engine's kernels take 16 bits only"
+    if layout.attention == "transformer_engine" and impossible:
         raise SetupError(
-            f"Transformer Engine cannot compute attention: {problem}",
+            f"Transformer Engine cannot compute attention: {impossible}",
             where="trainer.attention",
             remedy="set it to 'auto' or 'torch'",
         )
     if layout.attention == "torch":
-        problem = "trainer.attention"
-    elif layout.attention == "auto" and wanted.latent_attention:
-        problem = problem or "cuDNN's gradients of latent attention were seen wrong"
-    if problem:
-        return Kernel(ATTENTION, TORCH_SDPA, problem)
+        return Kernel(ATTENTION, TORCH_SDPA, "trainer.attention")
+    if impossible:
+        return Kernel(ATTENTION, TORCH_SDPA, impossible)
+    if layout.attention == "auto" and wanted.latent_attention:
+        why = "gradients of latent attention were seen wrong with Transformer Engine's"
+        return Kernel(ATTENTION, TORCH_SDPA, why)
     return Kernel(
         ATTENTION, "Transformer Engine", "variable lengths: flash-attn or cuDNN, its choice"
     )
