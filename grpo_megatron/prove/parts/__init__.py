@@ -115,7 +115,7 @@ PARTS = (
         "tokens per second and MFU of log-probs, training and optimizer at 4k, 16k and 64k tokens",
         speed.run,
         needs=(a_gpu,),
-        usual_s=120.0,
+        usual_s=175.0,
         limit_s=240.0,
     ),
     Part(

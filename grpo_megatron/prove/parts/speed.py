@@ -30,7 +30,8 @@ _MFU_NOTE = (
     "tokens only) and 2 L^2 for each layer and unit of the heads' width, L the length of a "
     "sample; a backward pass has twice as many. Activations are kept where `plan` says that they "
     "fit; what is computed again where they do not (recompute = full, a third of the training pass "
-    "more) is not counted."
+    "more) is not counted. Expected shares are what others publish of Megatron-Core on H100s, less "
+    "a quarter for that."
 )
 _SAMPLES_PER_GPU = 2
 _BACKWARD = 2
@@ -68,26 +69,13 @@ class _Measurement:
 
 
 def run(job: Job) -> None:
-    """Measure every shape that fits, in the same ranks one after another."""
-    measurements: list[_Measurement] = []
+    """Measure every shape that fits, each in ranks of its own: the next one needs their memory."""
     for shape in _shapes(job):
-        measurements += _measurements(job, shape)
-    num_gpus = 1
-    if job.conditions.device == "cuda":
-        num_gpus = job.conditions.num_gpus
-    asked = Asked(
-        [_request(job, measurement, num_gpus) for measurement in measurements],
-        MeasuredSpeed,
-        job.folder / "ranks",
-        on_this_machine(num_gpus),
-        patience_s=200.0,
-    )
-    for measurement, answer in zip(measurements, asked.answers(), strict=True):
-        if isinstance(answer, TrainerError):  # the other shapes may compute
-            job.recorder.check(f"{measurement.name}: it computes", False, str(answer))
-            continue
-        for tokens, times in zip(measurement.tokens, answer.times, strict=True):
-            _record(job, measurement, tokens, num_gpus, times)
+        for measurement in _measurements(job, shape):
+            try:
+                _measure(job, measurement)
+            except TrainerError as error:  # the others may compute
+                job.recorder.check(f"{measurement.name}: it computes", False, str(error))
     note = _MFU_NOTE
     if job.conditions.device != "cuda":
         note = "The GPU pretends: seconds are a CPU's, of tiny models. The figures mean nothing."
@@ -166,7 +154,10 @@ def _measurements(job: Job, shape: _Shape) -> list[_Measurement]:
     return [measurement for measurement in found if measurement.tokens]
 
 
-def _request(job: Job, measurement: _Measurement, num_gpus: int) -> MeasureSpeed:
+def _measure(job: Job, measurement: _Measurement) -> None:
+    num_gpus = 1
+    if job.conditions.device == "cuda":
+        num_gpus = job.conditions.num_gpus
     shape = measurement.shape
     folder = job.folder / shape.folder
     steps = []
@@ -180,7 +171,7 @@ def _request(job: Job, measurement: _Measurement, num_gpus: int) -> MeasureSpeed
             group_size=_SAMPLES_PER_GPU,
         )
         steps.append(step)
-    return MeasureSpeed(
+    request = MeasureSpeed(
         hf=dict(shape.hf),
         samples=steps,
         trainer={
@@ -191,6 +182,11 @@ def _request(job: Job, measurement: _Measurement, num_gpus: int) -> MeasureSpeed
         repeats=2,
         replays_routes=shape.has_experts,
     )
+    ranks = on_this_machine(num_gpus)
+    place = folder / f"ranks-{measurement.recompute}"
+    asked = Asked([request], MeasuredSpeed, place, ranks, patience_s=200.0)
+    for tokens, times in zip(measurement.tokens, asked.answer().times, strict=True):
+        _record(job, measurement, tokens, num_gpus, times)
 
 
 def _record(job: Job, measurement: _Measurement, tokens: int, num_gpus: int, times: Times) -> None:
