@@ -31,6 +31,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _GROUPS = {"world1", "world2", "world4", "world8"}
 _WORDS_OF_ENGINE_TESTS = ("mark.engine", *sorted(_GROUPS))
 _FOLDERS_THAT_SHARE_SERVERS = {"integration", "rollout"}
+_FOLDERS_OF_TIERS = {"contract", "device", "learning", "slurm"}
+"""Everything in `tests/NAME` has the mark NAME."""
 
 
 def _may_have_engine_tests(file: Path) -> bool:
@@ -39,10 +41,14 @@ def _may_have_engine_tests(file: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path, config):
-    """The half with engines imports no file that has none of its tests: half of the time that its
-    workers take to collect."""
+    """No tier that is left out is imported, and the half with engines imports no file that has none
+    of its tests: half of the time that its workers take to collect."""
+    marks = config.option.markexpr
+    tier = collection_path.name
+    if tier in _FOLDERS_OF_TIERS and collection_path.is_dir() and f"not {tier}" in marks:
+        return True
     is_test_file = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
-    is_half_with_engines = config.option.markexpr.startswith("engine and ")
+    is_half_with_engines = marks.startswith("engine and ")
     if is_half_with_engines and is_test_file and not _may_have_engine_tests(collection_path):
         return True
     return None
@@ -53,6 +59,9 @@ def pytest_collection_modifyitems(items):
     """Whatever runs in a process group is slow to start, and no part of `make test-fast`."""
     files = set()
     for item in items:
+        tier = item.path.parent.name
+        if tier in _FOLDERS_OF_TIERS and not item.get_closest_marker(tier):
+            raise pytest.UsageError(f"{item.nodeid} has no mark {tier}: no tier would run it")
         if _GROUPS & set(item.fixturenames):
             item.add_marker(pytest.mark.engine)
         if item.get_closest_marker("engine"):

@@ -166,10 +166,11 @@ def _refuse_sections(fields: Mapping[str, Any], sections: Any) -> None:
 
 
 def _refuse_unknown(fields: Mapping[str, Any], family: Family) -> None:
-    unknown = [name for name in fields if name not in family.fields.known]
+    known = family.fields.known
+    unknown = [name for name in fields if name not in known]
     if not unknown:
         return
-    near = nearest(unknown[0], sorted(family.fields.known))
+    near = nearest(unknown[0], sorted(known))
     remedy = "remove it if it changes nothing"
     if near:
         remedy = f"did you mean {near[0]!r}?"

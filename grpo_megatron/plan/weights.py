@@ -137,12 +137,14 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
         for adapter in adapters_of_part(s, "expert"):
             experts += adapter.weights("")
     moe = [*of("router", "router"), *experts, *of("shared")]
+    mlp = of("mlp")
+    attention_with_norms = [*of("norm"), *of(s.attention), *of("norm")]
     weights = []
     if is_first:
         weights.append(table)
     for is_moe in s.layers_of(stage, chunk):
-        weights += [*of("norm"), *of(s.attention), *of("norm")]
-        weights += moe if is_moe else of("mlp")
+        weights += attention_with_norms
+        weights += moe if is_moe else mlp
     if is_last:
         weights += of("norm")
         if s.has_value_head:

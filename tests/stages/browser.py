@@ -17,6 +17,8 @@ WHY_NOT = (
     if CHROMIUM and DRIVER
     else ("no Chromium here: apt-get install -y chromium chromium-driver")
 )
+# once: an opener reads the certificates of all authorities
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -88,6 +90,5 @@ class Browser:
         request = urllib.request.Request(
             self._base + path, data, method=method, headers={"Content-Type": "application/json"}
         )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=1200) as answer:
+        with _WITHOUT_PROXY.open(request, timeout=1200) as answer:
             return json.load(answer)["value"]

@@ -67,6 +67,13 @@ def random_numbers(layout: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     return world
 
 
+def kinds_of_device() -> tuple[list[str], str]:
+    """Of tensors that are made where `meta` is the default, and where "cuda" is named."""
+    with torch.device("meta"):
+        made = (torch.empty(2), torch.zeros(2), torch.ones(2), torch.tensor([2.0]))
+    return [tensor.device.type for tensor in made], torch.zeros(2, device="cuda").device.type
+
+
 def kl(
     layout: dict[str, Any],
     seed: int,

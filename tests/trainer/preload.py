@@ -2,6 +2,9 @@
 
 import gc
 
+import torch._dynamo  # noqa: F401  (the first optimizer of a rank imports it, in a second or two)
+
+# isort: split
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before Megatron)
 
 # isort: split

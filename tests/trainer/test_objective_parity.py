@@ -11,7 +11,9 @@ from tests.trainer.models import MOE, write_model, write_samples
 from tests.trainer.test_layout_parity import APART, OF_PACKING, TOLERANCE
 
 pytestmark = pytest.mark.engine
-BIG = {"max_tokens_per_microbatch": 512}  # few micro-batches: this is about objectives
+# few layers and few micro-batches: this is about objectives
+SHALLOW = MOE | {"num_hidden_layers": 2}
+BIG = {"max_tokens_per_microbatch": 512}
 LAYOUTS = {
     "tp2_sp": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
@@ -122,14 +124,14 @@ def wanted(request) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def train(wanted, moe_model, tmp_path_factory, two_updates):
-    sharp = write_model(
-        tmp_path_factory.mktemp("sharp") / "model", MOE | {"initializer_range": 0.25}, 31
-    )
+def train(wanted, tmp_path_factory, two_updates):
+    models = tmp_path_factory.mktemp("models")
+    plain = write_model(models / "plain", SHALLOW, 1)
+    sharp = write_model(models / "sharp", SHALLOW | {"initializer_range": 0.25}, 31)
 
     def run(world, layout):
         found = {}
-        for model, names in ((sharp, SENSITIVE), (moe_model, ROBUST)):
+        for model, names in ((sharp, SENSITIVE), (plain, ROBUST)):
             objectives = {name: OBJECTIVES[name] for name in names if name in wanted}
             found |= world.run(
                 CASE, model=model, samples=two_updates, layout=layout, objectives=objectives

@@ -74,7 +74,7 @@ class Setup:
                 "num_ranks": info.world_size,
                 "precision": "float32",
                 "num_threads": 1,
-                "max_tokens_per_microbatch": 64,
+                "max_tokens_per_microbatch": 128,
                 **layout,
             }
         )

@@ -52,24 +52,12 @@ def test_megatron_must_not_come_first():
     assert "ImportError: megatron was imported before" in result.stderr
 
 
-def test_default_devices_still_reach_the_constructors():
+def test_default_devices_still_reach_the_constructors(world1):
     """Otherwise transformers, which builds models on the meta device, computes with whatever was
     in memory."""
-    script = (
-        "import torch\n"
-        "from grpo_megatron.trainer.megatron import cpu_platform\n"
-        "cpu_platform.install()\n"
-        "with torch.device('meta'):\n"
-        "    made = torch.empty(2), torch.zeros(2), torch.ones(2), torch.tensor([2.0])\n"
-        "print(*[t.device.type for t in made], torch.zeros(2, device='cuda').device.type)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        text=True,
-        capture_output=True,
-        check=True,
-    )
-    assert result.stdout.split() == ["meta"] * 4 + ["cpu"]
+    by_default, named_cuda = world1.run("tests.trainer.numbers:kinds_of_device")
+    assert by_default == ["meta"] * 4
+    assert named_cuda == "cpu"
 
 
 def random_numbers(group, layout, seed):

@@ -9,6 +9,8 @@ pytestmark = pytest.mark.engine
 
 LOADS = "tests.trainer.routing_ranks:loads_in_microbatches"
 R3 = {"replay": "r3", "on_missing": "fail"}
+SEVERAL = {"max_tokens_per_microbatch": 64}
+"""Micro-batches of every rank: with one there would be nothing to choose."""
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,7 @@ R3 = {"replay": "r3", "on_missing": "fail"}
 )
 def test_what_is_planned_is_what_ranks_get(world4, routed, layout, ranks_per_group):
     model, samples = routed
+    layout = SEVERAL | layout
     found = world4.run(LOADS, model=model, samples=samples, layout=layout, routing=R3)
     groups = np.stack(found["loads"])
     groups = groups.reshape(-1, ranks_per_group, *groups.shape[1:]).sum(1)
@@ -35,7 +38,7 @@ def test_what_is_planned_is_what_ranks_get(world4, routed, layout, ranks_per_gro
 
 def test_it_can_be_switched_off(world2, routed):
     model, samples = routed
-    layout = {"expert_parallel_size": 2}
+    layout = SEVERAL | {"expert_parallel_size": 2}
     off = R3 | {"level_experts": False}
     found = world2.run(LOADS, model=model, samples=samples, layout=layout, routing=off)
     assert found["metrics"] == {}
