@@ -53,7 +53,10 @@ class TrainerConfig(Strict):
     """Reduce gradients during the backward and gather weights during the next forward; default: on
     GPUs. The gather is over before weights are published, saved, exported or exchanged."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation."""
+    """Activation recomputation; 'full' recomputes the blocks of a trained vision tower, too."""
+    vision_tower: Literal["frozen", "trained"] = "frozen"
+    """Of a model that sees: whether its vision tower stays as it is or is trained with the rest, at
+    the same learning rate (docs/vision.md)."""
     max_tokens_per_microbatch: int = Field(8192, ge=1)
     """Packed tokens per micro-batch and data-parallel rank; context-parallel ranks share them."""
     share_prefixes: bool = True

@@ -25,8 +25,19 @@ def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig
 
 
 def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """The same for a run's stored configuration, with more overrides on top."""
-    return read_resolved(path, overrides, checks=(check_plan,))
+    """The same for a run's stored configuration, with more overrides on top. ConfigError also where
+    they change what its checkpoints have optimizer state for."""
+    resolved = read_resolved(path, overrides, checks=(check_plan,))
+    tower = resolved.config.trainer.vision_tower
+    tower_of_run = read_resolved(path).config.trainer.vision_tower
+    if tower != tower_of_run:
+        raise ConfigError(
+            f"trainer.vision_tower is {tower!r}, and the run's checkpoints are of one that is "
+            f"{tower_of_run}: optimizer states differ",
+            where=str(path),
+            remedy=f"leave it at {tower_of_run!r}, or train anew from an export of the run",
+        )
+    return resolved
 
 
 def refuse_missing(config: RunConfig, *, coming: bool = False) -> None:

@@ -103,6 +103,18 @@ def _useless_settings(run: RunConfig, model: ModelFacts) -> Iterator[Violation]:
                 )
 
 
+@VISION_RULES.rule("vision_tower")
+def only_towers_are_trained(run: RunConfig, model: ModelFacts) -> Violation | None:
+    """Refuse to train the tower of a model that has none."""
+    if model.sees_images or run.trainer.vision_tower == "frozen":
+        return None
+    return Violation(
+        "trainer.vision_tower",
+        f"the model ({model.model_type}) has no vision tower",
+        nearest=("frozen",),
+    )
+
+
 @VISION_RULES.rule("vision_settings")
 def images_can_be_prepared(run: RunConfig, model: ModelFacts) -> Violation | None:
     """Refuse a model whose files do not say how images become patches."""

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from grpo_megatron.cli.trace_plan import trace
+from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.problems import InvalidConfigError
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.advice import advice_for
-from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.plan.resolve import resolve, resolve_run
 from grpo_megatron.rehearsal.rehearse import rehearse_recipe
 from tests.trainer.vision import PROCESSOR, VISION
 
@@ -62,6 +63,27 @@ def test_a_text_model_gets_no_pictures(tmp_path):
     assert "domains.0.source" in text and "sees no images" in text
     text = _refusal(TEXT, f"domains.0.image_folder={tmp_path}")
     assert "domains.0.image_folder" in text and "model.preset=tiny-qwen2.5-vl" in text
+
+
+def test_only_a_tower_that_is_there_is_trained():
+    assert resolve(COUNT, ["trainer.vision_tower=trained"]).config.trainer
+    text = _refusal(TEXT, "trainer.vision_tower=trained")
+    for word in ("trainer.vision_tower", "qwen3_moe", "has no vision tower", "vision_tower=frozen"):
+        assert word in text
+
+
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+def test_a_run_goes_on_with_the_tower_that_its_checkpoints_have(tmp_path, tower):
+    """Their optimizer states differ."""
+    stored = tmp_path / "config.json"
+    write_resolved(stored, resolve(COUNT, [f"trainer.vision_tower={tower}"]))
+    same = resolve_run(stored, ["num_steps=7", f"trainer.vision_tower={tower}"]).config
+    assert same.trainer.vision_tower == tower
+    [other] = {"frozen", "trained"} - {tower}
+    with pytest.raises(ConfigError, match=f"trainer.vision_tower is '{other}'") as caught:
+        resolve_run(stored, [f"trainer.vision_tower={other}"])
+    assert caught.value.where == str(stored)
+    assert f"leave it at '{tower}'" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

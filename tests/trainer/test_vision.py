@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.test_layout_parity import assert_same
+from tests.tiers import rest_in_matrix
+from tests.trainer.test_layout_parity import TOLERANCE, assert_same
 from tests.trainer.vision import (
     reference_features,
+    reference_gradients,
     reference_logprobs,
     write_vision_model,
     write_vision_samples,
@@ -17,6 +19,7 @@ from tests.trainer.vision import (
 
 PARITY = "tests.trainer.vision_ranks:parity"
 GRADIENTS = "tests.trainer.family_ranks:gradients"
+LIKELIHOOD = "tests.trainer.vision_ranks:likelihood_step"
 LAYOUTS = {
     "one": (1, {}),
     "apart": (1, {"share_prefixes": False}),
@@ -25,6 +28,16 @@ LAYOUTS = {
     "pp2_vpp2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}),
     "dp2": (2, {}),
 }
+TOWER_LAYOUTS = {
+    **LAYOUTS,
+    "tp2_whole": (2, {"tensor_parallel_size": 2, "sequence_parallel": False}),
+    "dp2_overlap": (2, {"overlap_communication": True}),
+    "pp2_recompute": (2, {"pipeline_parallel_size": 2, "recompute": "full"}),
+    "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tp2_dp2": (4, {"tensor_parallel_size": 2, "max_tokens_per_microbatch": 64}),
+}
+"""Those at which a tower is trained, of which the gate has `TOWER_GATE`."""
+TOWER_GATE = ("tp2_sp", "tp2_whole", "pp2_recompute")
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +73,88 @@ def test_other_images_give_other_logprobs(expected):
     assert abs(first[0] - fifth[0]) > 1e-3
 
 
+@pytest.fixture(scope="module")
+def gradients_of_one_rank(world1, seeing_model, seen_samples):
+    """With a frozen tower, and every sample computed alone."""
+    layout = {"max_tokens_per_microbatch": 128, "share_prefixes": False}
+    return world1.run(GRADIENTS, model=seeing_model, samples=seen_samples, layout=layout)
+
+
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "pp2_vpp2", "dp2"])
-def test_gradients_do_not_depend_on_the_layout(request, world1, seeing_model, seen_samples, layout):
+def test_gradients_do_not_depend_on_the_layout(
+    request, gradients_of_one_rank, seeing_model, seen_samples, layout
+):
     ranks, sizes = LAYOUTS[layout]
     group = request.getfixturevalue(f"world{ranks}")
-    found = []
-    for workers, of_layout in ((world1, {"share_prefixes": False}), (group, sizes)):
-        of_layout = {"max_tokens_per_microbatch": 128, **of_layout}
-        found.append(
-            workers.run(GRADIENTS, model=seeing_model, samples=seen_samples, layout=of_layout)
-        )
-    one, many = found
-    assert_same(many, one)
-    assert not [name for name in one["tensors"] if name.startswith("visual.")]
+    sizes = {"max_tokens_per_microbatch": 128, **sizes}
+    many = group.run(GRADIENTS, model=seeing_model, samples=seen_samples, layout=sizes)
+    assert_same(many, gradients_of_one_rank)
+    assert not [name for name in many["tensors"] if name.startswith("visual.")]
+
+
+@pytest.fixture(scope="module")
+def gradients_of_transformers(seeing_model, seen_samples):
+    return reference_gradients(seeing_model, seen_samples)
+
+
+@pytest.mark.parametrize("layout", rest_in_matrix(TOWER_LAYOUTS, TOWER_GATE))
+def test_a_trained_tower_has_the_gradients_of_transformers(
+    request, gradients_of_transformers, expected, seeing_model, seen_samples, layout
+):
+    """In the norm once, and the same on every rank that has the tower."""
+    ranks, sizes = TOWER_LAYOUTS[layout]
+    group = request.getfixturevalue(f"world{ranks}")
+    sizes = {"max_tokens_per_microbatch": 128, "vision_tower": "trained", **sizes}
+    found = group.run(LIKELIHOOD, model=seeing_model, samples=seen_samples, layout=sizes)
+    loss = -sum(float(logprobs.sum()) for logprobs in expected)
+    assert_trained_as_by_transformers(found, loss, gradients_of_transformers)
+    assert len(found["towers"]) == ranks // sizes.get("pipeline_parallel_size", 1)
+
+
+def assert_trained_as_by_transformers(
+    found: dict, loss: float, gradients: tuple[dict[str, np.ndarray], float]
+) -> None:
+    of_tower, norm = gradients
+    in_tower = {}
+    for name, gradient in found["tensors"].items():
+        if name.startswith("visual."):
+            in_tower[name] = gradient
+    wanted = {"losses": [loss], "norms": [norm], "tensors": of_tower}
+    assert_same({**found, "tensors": in_tower}, wanted, 10 * TOLERANCE)
+    assert len(set(found["towers"])) == 1
+
+
+def test_a_trained_tower_where_a_last_row_has_no_images(world2, seeing_model, tmp_path):
+    """Reductions that overlap with its backward wait for the tower all the same."""
+    sizes = [[(200, 190)], [], [(190, 200)], [(60, 60)]]
+    samples = write_vision_samples(
+        tmp_path / "step_000000", seeing_model, num_samples=1, sizes_of_prompts=sizes
+    )
+    layout = {"overlap_communication": True, "vision_tower": "trained"}
+    found = world2.run(LIKELIHOOD, model=seeing_model, samples=samples, layout=layout, another=True)
+    assert [True, False] in found["have_images"]
+    logprobs = reference_logprobs(seeing_model, samples)
+    loss = -sum(float(of_sample.sum()) for of_sample in logprobs)
+    gradients = reference_gradients(seeing_model, samples)
+    assert_trained_as_by_transformers(found, loss, gradients)
+
+
+@pytest.mark.parametrize(
+    "layout", rest_in_matrix(("tp2_sp", "dp2_overlap", "tp2_dp2"), ("tp2_sp",))
+)
+def test_towers_stay_equal_where_the_optimizer_is_distributed(
+    request, gradients_of_transformers, seeing_model, seen_samples, layout
+):
+    ranks, sizes = TOWER_LAYOUTS[layout]
+    group = request.getfixturevalue(f"world{ranks}")
+    sizes = {"max_tokens_per_microbatch": 128, "vision_tower": "trained", **sizes}
+    found = group.run(
+        LIKELIHOOD, model=seeing_model, samples=seen_samples, layout=sizes, shards=True
+    )
+    _, norm = gradients_of_transformers
+    np.testing.assert_allclose(found["norms"], [norm], rtol=10 * TOLERANCE)
+    assert len(found["towers"]) == ranks
+    assert len(set(found["towers"])) == 1
 
 
 def test_features_in_bfloat16_are_those_of_transformers(world1, seeing_model, seen_samples):

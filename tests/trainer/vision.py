@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +121,20 @@ def png(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def write_vision_samples(directory: Path, model: str, num_samples: int = 3) -> str:
-    """Record ragged samples of prompts with 0, 1 and 2 images. The fifth prompt has the tokens of
-    the first, and another image; the sixth has its tokens and image."""
+def write_vision_samples(
+    directory: Path,
+    model: str,
+    num_samples: int = 3,
+    sizes_of_prompts: Sequence[Sequence[tuple[int, int]]] = SIZES,
+) -> str:
+    """Record ragged samples of prompts with images of these sizes, 0 to 2 of them each. The fifth
+    prompt has the tokens of the first, and another image; the sixth has its tokens and image."""
     rng = np.random.default_rng(0)
     settings = ImageSettings.of_model(read_config(Path(model)))
     working = begin_step(directory)
     folder = ImageFolder(working / IMAGES)
     groups = []
-    for number, sizes in enumerate(SIZES):
+    for number, sizes in enumerate(sizes_of_prompts):
         text = np.random.default_rng(0 if number in (0, 4, 5) else number)
         ids = text.integers(0, IMAGE_TOKEN, 3).tolist()
         images = []
@@ -151,7 +157,7 @@ def write_vision_samples(directory: Path, model: str, num_samples: int = 3) -> s
         prompt = Prompt(str(number), "d", "", tuple(ids), "", images=tuple(images))
         groups.append(RolloutGroup(prompt, tuple(completions), 0))
     rows = []
-    for row in range(len(SIZES) * num_samples):
+    for row in range(len(sizes_of_prompts) * num_samples):
         rows.append(SampleRow(0, row, row // num_samples, 0, float(rng.normal())))
     shard = write_shard(working / "rollout-0.safetensors", groups)
     components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
@@ -184,14 +190,37 @@ def reference_logprobs(model: str, samples: str) -> list[np.ndarray]:
     """Compute the log-probs of every sample's completion by transformers alone, fp32: pixels, too,
     are those of its own image processor."""
     from transformers import Qwen2_5_VLForConditionalGeneration
+
+    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [logprobs.numpy() for logprobs in _logprobs(policy, model, samples)]
+
+
+def reference_gradients(model: str, samples: str) -> tuple[dict[str, np.ndarray], float]:
+    """Differentiate minus the sum of these log-probs by transformers alone: the tower's gradients
+    under the names of its tensors, fp32, and the norm of the gradients of all weights."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+    for logprobs in _logprobs(policy, model, samples):
+        (-logprobs.sum()).backward()
+    of_tower = {}
+    squares = 0.0
+    for name, parameter in policy.named_parameters():
+        squares += float(parameter.grad.double().square().sum())
+        if name.startswith("model.visual."):
+            of_tower[name.removeprefix("model.")] = parameter.grad.numpy()
+    return of_tower, squares**0.5
+
+
+def _logprobs(policy: Any, model: str, samples: str) -> Iterator[torch.Tensor]:
+    """Yield the log-probs of every sample's completion, fp32 [n]."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
 
-    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
     processor = Qwen2VLImageProcessorPil.from_pretrained(model)
     table = SampleTable(Path(samples))
-    found = []
     for row in range(len(table)):
         completion, _ = table.completion(row)
         ids = np.concatenate([table.prompt_ids(row), completion]).astype(np.int64)
@@ -204,9 +233,7 @@ def reference_logprobs(model: str, samples: str) -> list[np.ndarray]:
         if images:
             seen = dict(processor(images, return_tensors="pt"))
             seen["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).long()
-        with torch.no_grad():
-            logits = policy(input_ids=tokens, **seen).logits[0]
+        logits = policy(input_ids=tokens, **seen).logits[0]
         of_completion = logits[-len(completion) - 1 : -1].log_softmax(-1)
         places = torch.from_numpy(completion.astype(np.int64))[:, None]
-        found.append(of_completion.gather(-1, places)[:, 0].numpy())
-    return found
+        yield of_completion.gather(-1, places)[:, 0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from grpo_megatron.checkpoints.hf_import import HFReader
@@ -14,11 +17,13 @@ from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anyth
 # isort: split
 from megatron.core.parallel_state import is_pipeline_last_stage
 
+from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.prefix_rows import SamplePaths, lay_out
 from grpo_megatron.batching.row_images import row_images
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.trainer.steps.optimizer_step import logprob_pass
-from tests.trainer.trainer_ranks import Setup, _by_row
+from grpo_megatron.trainer.megatron.policy import Policy
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, train_step
+from tests.trainer.trainer_ranks import OPTIMIZER, Setup, _by_row
 
 
 def features(model: str, samples: str) -> np.ndarray:
@@ -56,3 +61,57 @@ def parity(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any] |
         if not is_known or not np.array_equal(tensors[name], reader.tensor(name).numpy()):
             wrong.append(name)
     return {"logprobs": by_row, "wrong": wrong}
+
+
+def likelihood_step(
+    model: str,
+    samples: str,
+    layout: dict[str, Any],
+    *,
+    shards: bool = False,
+    another: bool = False,
+) -> dict[str, Any] | None:
+    """One optimizer step on minus the sum of all log-probs; on rank 0: loss, pre-clip gradient
+    norm, averaged gradients (with `shards`, where the optimizer is distributed, none), digests of
+    the tower on every rank that has it, and for each rank of which of its micro-batches has
+    images. another: take a second step after it, which Megatron holds to what it saw in the
+    first."""
+    setup = Setup(model, {**layout, "distributed_optimizer": shards})
+    batch = setup.batch(samples)
+    stats = train_step(setup.policy, batch, _minus_logprobs).result()
+    scale = max(stats["grad/norm"] / OPTIMIZER.clip_grad, 1.0)  # undo the clipping
+    gradients = []
+    for shard in setup.shards:
+        if hasattr(shard.tensor, "main_grad") and not shards:
+            gradients.append(replace(shard, tensor=shard.tensor.main_grad * scale))
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    seen = [microbatch.images is not None for microbatch in batch.microbatches]
+    dist.all_gather_object(everywhere, (_digests_of_towers(setup.policy), seen))
+    tensors = setup.gather(gradients)
+    if another:
+        train_step(setup.policy, batch, _minus_logprobs)
+    if tensors is None:
+        return None
+    return {
+        "losses": [stats["loss/value"]],
+        "norms": [stats["grad/norm"]],
+        "tensors": tensors,
+        "towers": [digest for digests, _ in everywhere for digest in digests],
+        "have_images": [seen for _, seen in everywhere],
+    }
+
+
+def _minus_logprobs(microbatch: Any, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+    return -output[0].sum(), Stats()
+
+
+def _digests_of_towers(policy: Policy) -> list[str]:
+    found = []
+    for chunk in policy.models:
+        if chunk.image_features is None:
+            continue
+        digest = hashlib.sha256()
+        for parameter in chunk.visual.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        found.append(digest.hexdigest())
+    return found

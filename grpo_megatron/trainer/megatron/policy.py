@@ -32,7 +32,11 @@ from grpo_megatron.trainer.megatron.policy_model import PolicyModel
 from grpo_megatron.trainer.megatron.reward_head import RewardHead
 from grpo_megatron.trainer.megatron.rope import rotary
 from grpo_megatron.trainer.megatron.upstream_fixes import mark_expert_parameters
-from grpo_megatron.trainer.megatron.vision_tower import ImageFeatures, build_tower
+from grpo_megatron.trainer.megatron.vision_tower import (
+    ImageFeatures,
+    build_tower,
+    sum_tower_gradients,
+)
 from grpo_megatron.trainer.routing.router_replay import RouteReplay
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from grpo_megatron.weights.parameters import TensorMap, rules_for
@@ -286,7 +290,7 @@ def build_policy(
         chunks,
     )
     config.grad_scale_func = megatron_optimizer.scale_loss
-    config.finalize_model_grads_func = ddp.finalize_model_grads
+    config.finalize_model_grads_func = _finalize_gradients
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = syncs
@@ -294,6 +298,16 @@ def build_policy(
             config.no_sync_func = syncs[0]
     replay = RouteReplay(unwrap_model(chunks), config)
     return Policy(hf, config, chunks, megatron_optimizer, replay, lora)
+
+
+def _finalize_gradients(
+    chunks: list[ddp.DistributedDataParallel], *arguments: Any, **settings: Any
+) -> None:
+    """Let ranks that have the same weights have the same gradients: as Megatron does, and those of
+    a vision tower, which it does not know. Collective."""
+    ddp.finalize_model_grads(chunks, *arguments, **settings)
+    models: list[PolicyModel] = unwrap_model(chunks)
+    sum_tower_gradients(model.visual for model in models if model.image_features is not None)
 
 
 @dataclass(frozen=True)
@@ -372,8 +386,17 @@ def build_models(
         if "mrope_section" in rope:
             model.mrope_sections = tuple(rope["mrope_section"])
         if first and "vision_config" in hf:
-            model.visual = build_tower(hf, config.params_dtype)
-            model.image_features = ImageFeatures(model.visual, ImageSettings.of_model(hf))
+            model.visual = build_tower(
+                hf,
+                config.params_dtype,
+                trains=layout.vision_tower == "trained",
+                recomputes=layout.recompute == "full",
+            )
+            model.image_features = ImageFeatures(
+                model.visual,
+                ImageSettings.of_model(hf),
+                splits_sequences=config.sequence_parallel,
+            )
         model.real_vocab_size = hf["vocab_size"]
         model.logprob_chunk_tokens = layout.logprob_chunk_tokens
         model.keep_logits = layout.keep_logits

@@ -67,19 +67,24 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         self._teachers = teachers
         if self.mrope_sections is not None:
             kwargs["packed_seq_params"].cu_seqlens_q.sections = self.mrope_sections
-        if images is not None and self.image_features is not None:
-            kwargs["decoder_input"] = self._embedded(args[0], args[1], images)
+        if self.image_features is not None:
+            kwargs["decoder_input"] = self._embedded(self.image_features, args[0], args[1], images)
         output: torch.Tensor = super().forward(*args, **kwargs)
         return output
 
     def _embedded(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, images: RowImages
+        self,
+        image_features: ImageFeatures,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        images: RowImages | None,
     ) -> torch.Tensor:
         """Embed the tokens of a row, int64 [1, T], those of images as what is seen in them:
         [T, 1, H], or this rank's part of it under sequence parallelism."""
-        assert self.image_features is not None  # `forward` has looked
         embedded: torch.Tensor = self.embedding(input_ids=tokens, position_ids=position_ids)
-        features = self.image_features.of(images)
+        if images is None:
+            return image_features.without_images(embedded)
+        features = image_features.of(images)
         first = 0
         if self.config.sequence_parallel:
             first = get_tensor_model_parallel_group().rank() * len(embedded)
