@@ -48,16 +48,17 @@ def learning_rate_is_a_published_one(config: RunConfig) -> Violation | None:
 
 
 @ADVICE.rule("vision_tower")
-def towers_are_not_planned(config: RunConfig) -> Violation | None:
-    """Warn that the plan has the text part of a model that sees only."""
+def towers_take_no_time_in_plans(config: RunConfig) -> Violation | None:
+    """Warn of what a plan does not know of the images of a model that sees."""
     hf, _ = configuration_of(config.model)
     if "vision_config" not in hf or num_parameters(config) < _TINY_MODEL:
         return None
     return Violation(
         "model.path",
-        "memory and time of the vision tower are in no plan; it is whole on each rank of the first "
-        "pipeline stage, and on the engines",
-        remedy="leave room for it there (docs/vision.md)",
+        "predicted seconds leave the vision tower out, and memory is planned as if prompts were "
+        "nothing but images, and samples had none in common",
+        remedy="shorter prompts (rollout.max_model_len less rollout.max_new_tokens) need less of "
+        "it; time a few steps (docs/vision.md)",
     )
 
 

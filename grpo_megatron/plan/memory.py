@@ -85,7 +85,7 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
     if worst_only:
         wanted = sorted({0, min(1, pp - 1), pp - 1})
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
-    whole = sizes_of(hf, vocab_size, TrainerConfig())
+    whole = sizes_of(hf, vocab_size, TrainerConfig(vision_tower=config.trainer.vision_tower))
     engine = _engine(config, hf, vocab_size, memory)
     published = engine["weights"]
     if config.engine_adapter:
@@ -207,21 +207,26 @@ class Workload(TypedDict):
     replayed: bool  # routes
     on_gpu: bool
     trains: bool
+    patches: int  # of the images of a micro-batch
 
 
 def workload_of(config: RunConfig, s: Sizes) -> Workload:
-    """Of a rank, for `step_bytes`; all samples are taken to be as long as they may."""
+    """Of a rank, for `step_bytes`; all samples are taken to be as long as they may, and of a model
+    that sees to have prompts that are all images, and no images in common."""
     t = config.trainer
     length = config.rollout.max_model_len
     samples = _samples_of_update(config)
     mine = -(-samples // s.trainer.dp)
     packed = max(t.max_tokens_per_microbatch // length, 1)
+    prompt = max(length - config.rollout.max_new_tokens, 0)
+    patches_of_sample = prompt * s.symbols.get("patches_of_token", 0)
     return {
         "tokens": min(t.max_tokens_per_microbatch, mine * length),
         "num_microbatches": -(-mine // packed),
         "replayed": config.routing.replay != "none",
         "on_gpu": config.placement.gpus_per_node > 0,
         "trains": config.trains,
+        "patches": min(packed, mine) * patches_of_sample,
     }
 
 
@@ -310,8 +315,9 @@ def fullest_static(s: Sizes, stage: int, *, frozen_routers: bool, on_gpu: bool) 
 def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:
     pp = s.trainer.pipeline_parallel_size
     symbols = whole.symbols
-    parameters = sum(w.numel for w in weights_of_chunk(whole, 0, 0))
-    trained = parameters
+    weights_of_model = weights_of_chunk(whole, 0, 0)
+    parameters = sum(w.numel for w in weights_of_model)
+    trained = sum(w.numel for w in weights_of_model if w.is_trained)
     num_adapted = 0
     if config.lora is not None:
         with_adapters = weights_of_chunk(replace(whole, lora=config.lora), 0, 0)

@@ -27,22 +27,27 @@ def step_bytes(
     on_gpu: bool,
     replayed: bool,
     trains: bool = True,
+    patches: int = 0,
 ) -> dict[str, int]:
-    """Bytes of a rank at its highest moment, for `tokens` of a full micro-batch. Where nothing is
-    trained no layer keeps anything, and one that is computed needs no more than in training.
+    """Bytes of a rank at its highest moment, for `tokens` of a full micro-batch and the `patches`
+    of its images. Where nothing is trained no layer keeps anything, and one that is computed needs
+    no more than in training.
 
-    `activations` wait for the backward, `layer`, `logits`, `embedding` and `adam` are what is
-    computed in that moment, `routing` and `communication` hold ids and gathered tensors,
-    `libraries` is beside tensors."""
+    `activations` wait for the backward, `layer`, `logits`, `embedding`, `adam` and, of a model that
+    sees, `tower` are what is computed in that moment, `routing` and `communication` hold ids and
+    gathered tensors, `libraries` is beside tensors."""
     t = s.trainer
     chunks = []  # what is trained of each
     for chunk in range(s.num_chunks):
         weights = weights_of_chunk(s, stage, chunk)
         chunks.append([weight for weight in weights if weight.is_trained])
+    trains_tower = trains and s.trainer.vision_tower == "trained"
     symbols = {
         **s.symbols,
         **_step_symbols(s, stage, tokens, on_gpu=on_gpu),
         "replayed": replayed,
+        "patches": patches,
+        "trains": trains_tower,
     }
     if trains and t.distributed_optimizer and not on_gpu:
         symbols["gloo_copy"] = 4 * _largest_buffer(chunks)
@@ -59,6 +64,11 @@ def step_bytes(
             left_over = boundary * sum(layers)  # input gradients, which dispatchers of experts keep
     else:
         held += sum(_kept(s, is_moe) for is_moe in layers)
+    kept_of_tower = 0
+    has_tower = "seen" in s.symbols
+    if has_tower and stage == 0 and trains_tower:
+        kept_of_tower = _kept_of_tower(s)
+        held += kept_of_tower
     waiting = 0.0
     if trains:
         waiting = in_flight(s, stage, num_microbatches)
@@ -72,6 +82,11 @@ def step_bytes(
         "embedding": (waiting - 1, (stage == 0) * _total(FORMS["embedding"], s)),
         "adam": (0, trains * _adam(s, chunks, on_gpu=on_gpu)),
     }
+    if has_tower:
+        of_moment = 0
+        if stage == 0:
+            of_moment = kept_of_tower + _working_of_tower(s, trains=trains_tower)
+        moments["tower"] = (waiting - 1, of_moment)
     parts = dict.fromkeys(("activations", *moments), 0)
     highest = -1
     for name, (num_waiting, of_moment) in moments.items():
@@ -218,6 +233,24 @@ def _working_of_attention(s: Sizes, is_moe: bool) -> int:
     has been by then."""
     found = _total(FORMS["working"]["attention"][s.attention], s)
     return found - _total(FORMS["kept"][_mlp(is_moe)], s)
+
+
+def _kept_of_tower(s: Sizes) -> int:
+    """Bytes that a trained tower keeps of a micro-batch until its backward."""
+    forms = FORMS["tower"]["kept"]
+    of_block = _total(forms["block"], s)
+    if s.trainer.recompute == "full":
+        of_block = _total(forms["input"], s)
+    return s.symbols["tower_blocks"] * of_block + _total(forms["ends"], s)
+
+
+def _working_of_tower(s: Sizes, *, trains: bool) -> int:
+    """Bytes that a tower takes while it is computed or differentiated, beside what waits."""
+    forms = FORMS["tower"]
+    highest = _highest(forms["working"], s)
+    if trains and s.trainer.recompute == "full":
+        highest += _total(forms["kept"]["block"], s)
+    return highest
 
 
 def _mlp(is_moe: bool) -> str:

@@ -334,6 +334,8 @@ class _Rank:
             for weight in weights_of_chunk(s, self.step.stage, chunk):
                 if weight.kind == "shared" and weight.is_trained:
                     found["all-reduce", "embd", "float32"] += 4 * weight.numel
+                if weight.kind == "tower" and weight.is_trained and self.tp > 1:
+                    found["all-reduce", "tp", "float32"] += 4 * weight.numel
         return +found
 
     def _whole_weights(self, frozen_routers: bool) -> int:

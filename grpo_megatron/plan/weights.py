@@ -9,6 +9,7 @@ from grpo_megatron.config.lora import LoraConfig, is_target
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import megatron_settings, model_fields
+from grpo_megatron.plan.tower import tower_symbols
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 FORMS = assets.tables(__file__, "closed_forms.toml")
@@ -19,7 +20,7 @@ class Weight:
     """One tensor of a rank."""
 
     numel: int  # on a rank
-    kind: str = ""  # expert, router, or shared: a tied embedding over pipeline stages
+    kind: str = ""  # expert, router, tower, or shared: a tied embedding over pipeline stages
     is_trained: bool = True  # has a gradient and optimizer state
 
 
@@ -97,6 +98,7 @@ def sizes_of(
         "etp": trainer.etp,
         "element": ELEMENT_BYTES[trainer.precision],
         "trained": lora is None,  # the weights
+        **tower_symbols(fields),
     }
     attention = Sizes(trainer, model, fields, known).attention
     forms = FORMS["sizes"]["any"] | FORMS["sizes"][attention]
@@ -151,6 +153,23 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
             weights.append(Weight(s.symbols["hidden"]))  # not split: every TP rank has it
         elif not (is_first and tied):
             weights.append(table)
+    if is_first:
+        weights += _weights_of_tower(s)
+    return weights
+
+
+def _weights_of_tower(s: Sizes) -> list[Weight]:
+    """The weights of a vision tower, in transformers' order; none of a model without one."""
+    forms = FORMS["tower"]["weights"]
+    in_order = [*forms["patches"]]
+    in_order += forms["block"] * s.symbols.get("tower_blocks", 0)
+    in_order += forms["merger"]
+    trained = s.trainer.vision_tower == "trained" and s.lora is None
+    weights = []
+    for form in in_order:
+        numel = product(form, s.symbols)
+        if numel:
+            weights.append(Weight(numel, "tower", is_trained=trained))
     return weights
 
 

@@ -60,12 +60,25 @@ def _watched(found: list[int]) -> Iterator[None]:
     found.append(highest - before)
 
 
+_MMAP_THRESHOLD = -3
+"""Of mallopt(3): blocks of this size are mapped apart."""
+
+
 def peak_bytes(
-    hf: dict[str, Any], recipe: dict[str, Any], samples: str, *, trains: bool = True
+    hf: dict[str, Any],
+    recipe: dict[str, Any],
+    samples: str,
+    *,
+    trains: bool = True,
+    returns_blocks: bool = False,
 ) -> list[int]:
     """Highest anonymous memory of every rank above that after imports, with Adam's moments there
-    from the start; where it does not train, of a pass for log-probs."""
+    from the start; where it does not train, of a pass for log-probs. returns_blocks: the C library
+    gives freed blocks of 256 KiB back at once: holes between many small ones are no memory of the
+    step."""
     config, found = RunConfig.model_validate(recipe), []
+    if returns_blocks:
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 256 << 10)
     if dist.is_initialized():
         shutdown()
     info = RankInfo.from_environment()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import memory_problems, plan_of
+from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.plan.rank_bytes import (
     HOST_BYTES_PER_PARAMETER,
     inference_bytes,
@@ -22,6 +24,7 @@ from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 from tests.trainer import worker_group
 from tests.trainer.models import write_samples
+from tests.trainer.vision import PROCESSOR, VISION, write_vision_samples
 
 VOCAB = 8192
 DENSE = {
@@ -49,6 +52,29 @@ MOE = {
     "moe_intermediate_size": 384,
     "norm_topk_prob": True,
 }
+SEEING = {
+    **VISION,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+    "vision_config": {
+        **VISION["vision_config"],
+        "depth": 12,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_heads": 8,
+        "out_hidden_size": 512,
+        "fullatt_block_indexes": [5, 11],
+    },
+}
+"""Half of its weights are the tower's."""
+PICTURES = [[(560, 560)], [(588, 560)]]
+"""Of 400 tokens or more each."""
 EP2 = {"num_ranks": 2, "expert_parallel_size": 2, "precision": "float32"}
 DP2 = {"num_ranks": 2, "precision": "float32"}
 TP2 = {"num_ranks": 2, "tensor_parallel_size": 2, "precision": "float32"}
@@ -69,8 +95,22 @@ def recipe(trainer: dict) -> dict:
     }
 
 
-def predicted(hf: dict, trainer: TrainerConfig, samples: str, *, trains: bool = True) -> list[int]:
-    """Peak of each rank, for the fullest micro-batch that it really has."""
+def patches_of(table: SampleTable, rows, patches_of_token: int) -> int:
+    """Of the images of a row, each once."""
+    images = {image for row in rows.tolist() for image in table.images(row)}
+    return sum(image.num_tokens for image in images) * patches_of_token
+
+
+def predicted(
+    hf: dict,
+    trainer: TrainerConfig,
+    samples: str,
+    *,
+    trains: bool = True,
+    returns_blocks: bool = False,
+) -> list[int]:
+    """Peak of each rank, for the fullest micro-batch that it really has. returns_blocks: what
+    libraries copy then takes the place of freed activations instead of coming on top."""
     sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(Path(samples))
     lengths = table.prompt_lengths + table.completion_lengths
     packing = plan_microbatches(
@@ -82,6 +122,9 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str, *, trains: bool = 
     for rank in range(trainer.num_ranks):
         stage, mine = rank // per_stage, packing[rank % per_stage // trainer.tensor_parallel_size]
         tokens = max(int(lengths[rows].sum()) for rows in mine)
+        patches = 0
+        if "vision_config" in hf:
+            patches = max(patches_of(table, rows, 4) for rows in mine)
         static = inference_bytes(sizes, stage)
         if trains:
             static = static_bytes(sizes, stage, 0)
@@ -93,8 +136,12 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str, *, trains: bool = 
             replayed=False,
             num_microbatches=len(packing[0]),
             trains=trains,
+            patches=patches,
         )
-        found.append(sum(static.values()) + sum(moving.values()))
+        of_step = sum(moving.values())
+        if returns_blocks:
+            of_step = max(of_step - moving["libraries"], moving["libraries"])
+        found.append(sum(static.values()) + of_step)
     return found
 
 
@@ -201,6 +248,38 @@ def test_predicted_peak_of_a_policy_that_is_not_trained(tmp_path, hf, layout, ma
     assert all(0.9 < ratio < 1.25 for ratio in ratios), ratios
 
 
+@pytest.mark.engine
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"precision": "float32", "vision_tower": "trained"}, id="trained"),
+        pytest.param({**ALONE, "vision_tower": "trained"}, id="recomputed"),
+        pytest.param({**BF16, "vision_tower": "trained"}, id="bfloat16"),
+        pytest.param({**PP2, "vision_tower": "trained"}, id="pipeline"),
+        pytest.param({"precision": "float32"}, id="frozen"),
+    ],
+)
+def test_predicted_peak_with_images(tmp_path, layout):
+    layout = {
+        **layout,
+        "max_tokens_per_microbatch": 1024,
+        "share_prefixes": False,
+        "logprob_chunk_tokens": 16,  # answers are short here
+    }
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SEEING))
+    processor = PROCESSOR | {"max_pixels": 28 * 28 * 1024}
+    (model / "preprocessor_config.json").write_text(json.dumps(processor))
+    samples = write_vision_samples(
+        tmp_path / "step_000001", str(model), num_samples=2, sizes_of_prompts=PICTURES
+    )
+    hf = read_config(model)
+    ratios = ratios_on(hf, layout, samples, trains=True, returns_blocks=True)
+    assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
+
+
 def ratios_to_measured(tmp_path, hf, layout, max_tokens, *, trains: bool) -> list[float]:
     """The predicted peak of every rank as a share of what was measured."""
     layout = {**layout, "max_tokens_per_microbatch": 1024, "share_prefixes": False}
@@ -211,6 +290,12 @@ def ratios_to_measured(tmp_path, hf, layout, max_tokens, *, trains: bool) -> lis
         vocab_size=VOCAB,
         max_tokens=max_tokens,
     )
+    return ratios_on(hf, layout, samples, trains=trains)
+
+
+def ratios_on(
+    hf: dict, layout: dict, samples: str, *, trains: bool, returns_blocks: bool = False
+) -> list[float]:
     trainer = TrainerConfig(**layout)
     group = worker_group.WorkerGroup(
         trainer.num_ranks, isolated=True
@@ -222,10 +307,11 @@ def ratios_to_measured(tmp_path, hf, layout, max_tokens, *, trains: bool) -> lis
             recipe=recipe(layout),
             samples=samples,
             trains=trains,
+            returns_blocks=returns_blocks,
         )
     finally:
         group.close()
-    peaks = predicted(hf, trainer, samples, trains=trains)
+    peaks = predicted(hf, trainer, samples, trains=trains, returns_blocks=returns_blocks)
     ratios = [peak / real for peak, real in zip(peaks, measured, strict=True)]
     print({"predicted": [p >> 20 for p in peaks], "measured": [m >> 20 for m in measured]})
     return ratios

@@ -30,7 +30,7 @@ def num_parameters(hf: dict) -> int:
     else:
         query, key = heads * f["head_dim"], f["num_key_value_heads"] * f["head_dim"]
         attention = 2 * hidden * (query + key)
-        has_bias = f["model_type"] == "qwen2" or f.get("attention_bias")
+        has_bias = f["model_type"] in ("qwen2", "qwen2_5_vl") or f.get("attention_bias")
         has_norm = f["model_type"].startswith("qwen3") or f.get("use_qk_norm")
         attention += (query + 2 * key if has_bias else 0) + (2 * f["head_dim"] if has_norm else 0)
     experts, layers, num_moe = (
@@ -42,13 +42,25 @@ def num_parameters(hf: dict) -> int:
     sparse = 3 * hidden * (experts * width + (f["shared_expert_intermediate_size"] or 0))
     sparse += experts * (hidden + ("routed_scaling_factor" in f))
     tables = 1 if f["tie_word_embeddings"] else 2
+    seen = num_parameters_of_tower(f["vision_config"]) if "vision_config" in f else 0
     return (
         num_moe * sparse
         + (layers - num_moe) * 3 * hidden * f["intermediate_size"]
         + layers * (attention + 2 * hidden)
         + hidden
         + tables * f["vocab_size"] * hidden
+        + seen
     )
+
+
+def num_parameters_of_tower(vision: dict) -> int:
+    width, of_mlp = vision["hidden_size"], vision["intermediate_size"]
+    attention = 4 * width * (width + 1)
+    mlp = 3 * width * of_mlp + 2 * of_mlp + width
+    pixels = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    merged = width * vision["spatial_merge_size"] ** 2
+    merger = width + merged * (merged + 1) + vision["out_hidden_size"] * (merged + 1)
+    return pixels * width + vision["depth"] * (attention + mlp + 2 * width) + merger
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -169,6 +169,54 @@ def test_critics_with_a_value_head(world1, name, layout):
     compare(world1, name, layout, limit=2, value_head=True)
 
 
+TRAINED = {"vision_tower": "trained"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tiny-qwen2.5-vl", {"num_ranks": 4, "tensor_parallel_size": 2, **TRAINED}),
+        ("tiny-qwen2.5-vl", {"num_ranks": 4, "pipeline_parallel_size": 2}),
+        pytest.param(
+            "tiny-qwen2.5-vl",
+            {
+                "num_ranks": 4,
+                "pipeline_parallel_size": 2,
+                "virtual_pipeline_parallel_size": 2,
+                "precision": "float32",
+                **TRAINED,
+            },
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            "tiny-qwen2.5-vl",
+            {"num_ranks": 2, "distributed_optimizer": False, **TRAINED},
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param("qwen2.5-vl-3b", {"num_ranks": 4, **TRAINED}, marks=pytest.mark.matrix),
+        pytest.param(
+            "qwen2.5-vl-3b",
+            {"num_ranks": 8, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_vision_towers(world1, name, layout):
+    compare(world1, name, layout, limit=2)
+
+
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+def test_a_vision_tower_has_weights_on_the_first_stage_alone(tower):
+    hf = load_preset("qwen2.5-vl-3b").hf
+    trainer = TrainerConfig(num_ranks=2, pipeline_parallel_size=2, vision_tower=tower)
+    sizes = sizes_of(hf, hf["vocab_size"], trainer)
+    first, second = (weights_of_chunk(sizes, stage, 0) for stage in (0, 1))
+    of_tower = [weight for weight in first if weight.kind == "tower"]
+    assert sum(weight.numel for weight in of_tower) == 668_684_288
+    assert {weight.is_trained for weight in of_tower} == {tower == "trained"}
+    assert not [weight for weight in second if weight.kind == "tower"]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", preset_names())
 def test_static_bytes_of_every_model_and_layout(world1, name):
