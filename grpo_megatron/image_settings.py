@@ -68,22 +68,37 @@ class ImageSettings:
         """Return rows and columns of tokens of an image of so many pixels.
 
         Raises DataError for one that is too oblong."""
-        if max(width, height) > _MOST_OBLONG * min(width, height):
-            raise DataError(
-                f"an image of {width} x {height} pixels is longer than {_MOST_OBLONG} times its "
-                "width",
-                remedy="cut it, or leave the row out",
-            )
-        side = self.token_pixels
-        rows = round(height / side)
-        columns = round(width / side)
-        if rows * columns * side**2 > self.most_pixels:
-            shrink = math.sqrt(height * width / self.most_pixels)
-            return (
-                max(1, math.floor(height / shrink / side)),
-                max(1, math.floor(width / shrink / side)),
-            )
-        if rows * columns * side**2 < self.least_pixels:
-            grow = math.sqrt(self.least_pixels / (height * width))
-            return math.ceil(height * grow / side), math.ceil(width * grow / side)
-        return rows, columns
+        return tokens_of_size(
+            width,
+            height,
+            side=self.token_pixels,
+            least_pixels=self.least_pixels,
+            most_pixels=self.most_pixels,
+        )
+
+
+def tokens_of_size(
+    width: int, height: int, *, side: int, least_pixels: int, most_pixels: int
+) -> tuple[int, int]:
+    """Return rows and columns of tokens of an image of `width` x `height` pixels, as transformers
+    scales it.
+
+    side: pixels of a token's side; least_pixels, most_pixels: of the scaled image. Raises DataError
+    for one that is too oblong."""
+    if max(width, height) > _MOST_OBLONG * min(width, height):
+        raise DataError(
+            f"an image of {width} x {height} pixels is longer than {_MOST_OBLONG} times its width",
+            remedy="cut it, or leave the row out",
+        )
+    rows = round(height / side)
+    columns = round(width / side)
+    if rows * columns * side**2 > most_pixels:
+        shrink = math.sqrt(height * width / most_pixels)
+        return (
+            max(1, math.floor(height / shrink / side)),
+            max(1, math.floor(width / shrink / side)),
+        )
+    if rows * columns * side**2 < least_pixels:
+        grow = math.sqrt(least_pixels / (height * width))
+        return math.ceil(height * grow / side), math.ceil(width * grow / side)
+    return rows, columns

@@ -1,11 +1,15 @@
 """Rows in the format that a domain reads, where its own file is not on this machine."""
 
+import base64
+import io
 import json
 import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from grpo_megatron import assets
 from grpo_megatron.config.run import DomainConfig, RunConfig
@@ -15,6 +19,9 @@ _NUM_ROWS = 64
 _METADATA = re.compile(r"\{metadata\[([^\[\]]+)\]\}")
 _SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\s]*?[|｜]>")
 _PROGRAM_TESTS = "code_tests"
+_IOU = "box_iou"
+_SIDE = 56
+"""Pixels of a made-up picture's side."""
 _RUBRIC = [
     {"criterion": "It is a number.", "weight": 1.0},
     {"criterion": "It is short.", "weight": 0.5},
@@ -74,10 +81,14 @@ def write_corpus(path: Path) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def write_rows(path: Path, config: RunConfig, number: int) -> None:
-    """Write problems for domain `number`: JSONL, or Parquet where `path` says so."""
+def write_rows(path: Path, config: RunConfig, number: int, *, sees_images: bool = False) -> None:
+    """Write problems for domain `number`, with a picture each for a model that sees: JSONL, or
+    Parquet where `path` says so."""
     domain = config.domains[number]
     rows = [_row(config, domain, index) for index in range(_NUM_ROWS)]
+    if sees_images:
+        for index, row in enumerate(rows):
+            row[domain.image_field] = [_picture(index)]
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         import pyarrow as pa
@@ -109,6 +120,9 @@ def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
             f"Write a program of {domain.name} that reads a number and prints it plus {index}."
         )
         answer = _program_tests(index)
+    if _IOU in functions:
+        question = f"Where in the picture is number {index} of {domain.name}?"
+        answer = f"[{index % 8}, {index // 8}, {_SIDE // 2 + index % 8}, {_SIDE}]"
     marker = domain.arguments.get("answer_after")
     if marker is not None:
         answer = f"It is {answer}.\n{marker} {answer}"
@@ -125,10 +139,20 @@ def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
     for name in _METADATA.findall(domain.template):
         row.setdefault(name, f"{name} {index}")
     for reward in domain.rewards:
+        for name in reward.arguments.get("size_fields") or ():
+            row[name] = _SIDE
         criteria_field = reward.arguments.get("criteria_field")
         if criteria_field is not None:
             row[criteria_field] = _RUBRIC
     return row
+
+
+def _picture(index: int) -> str:
+    """A square of one colour, as a `data:` URI."""
+    file = io.BytesIO()
+    colour = (4 * index, 255 - 4 * index, 128)
+    Image.new("RGB", (_SIDE, _SIDE), colour).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 
 def _preference(config: RunConfig, row: dict[str, Any], total: int, index: int) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from grpo_megatron import assets
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe
-from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, SetupError, raised_as
@@ -24,7 +23,6 @@ from grpo_megatron.launch.bindings import (
 )
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.plan.resolve import resolve
-from grpo_megatron.plan.vision import require_text_model
 from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_judges, of_run
 from grpo_megatron.rehearsal.local_server import LocalServer
 from grpo_megatron.rehearsal.made_up_rows import (
@@ -81,8 +79,6 @@ def rehearse_recipe(
     started = time.monotonic()
     at_scale = resolve_at_scale(recipe, overrides, model)
     config = at_scale.config
-    if model is None and not _is_tiny(config):
-        require_text_model(config, "a rehearsal without --model")
     refuse_unbound_objective(config)
     refuse_unbound_rewards(config)
     refuse_unbound_environments_here(config)
@@ -137,12 +133,6 @@ def resolve_at_scale(recipe: str, overrides: Sequence[str], model: Path | None) 
         where="model.path",
         remedy="name its model.preset=…, or give a checkpoint of the family with --model",
     )
-
-
-def _is_tiny(config: RunConfig) -> bool:
-    """Whether the model is made here at random, and not scaled down from a released one."""
-    name = config.model.preset
-    return config.model.path is None and name is not None and not load_preset(name).checkpoint
 
 
 def write_site(path: Path) -> str:

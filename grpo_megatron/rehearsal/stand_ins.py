@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.presets import ModelPreset, load_preset
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
-from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.model_facts import configuration_of, read_config
 from grpo_megatron.rehearsal.made_up_rows import (
     missing_corpora,
     missing_files,
@@ -55,7 +55,10 @@ class StandInWriter:
         has_reference = has_reference or config.preferences.reference is not None
         if config.distillation is not None or has_reference:
             other_model = self._model(root, other=True)
-        data = {number: self._data(config, number) for number in missing_files(config)}
+        sees_images = "vision_config" in read_config(model)
+        data = {}
+        for number in missing_files(config):
+            data[number] = self._data(config, number, sees_images=sees_images)
         corpora = {number: self._corpus() for number in missing_corpora(config)}
         teacher_server = ""
         if has_served_teachers(config):
@@ -86,8 +89,8 @@ class StandInWriter:
         return self._models[key]
 
     def _model(self, config: RunConfig, *, other: bool) -> Path:
-        """A random checkpoint of the configured architecture; `other`: with another seed. A model
-        that sees is one of ours, and tiny as it is."""
+        """A random checkpoint of the configured architecture; `other`: with another seed. One of
+        ours that sees is tiny as it is, and has the tokens of its data."""
         hf, _ = configuration_of(config.model)
         key = json.dumps([hf, other], sort_keys=True)
         if key in self._models:
@@ -101,9 +104,9 @@ class StandInWriter:
         if name in taken:
             name += f"-{len(taken)}"
         directory = self.folder / name
-        if "vision_config" in hf:
-            assert config.model.preset is not None  # `rehearse_recipe` has looked
-            write_tiny_model(directory, load_preset(config.model.preset))
+        preset = _own_preset(config)
+        if "vision_config" in hf and preset is not None:
+            write_tiny_model(directory, preset)
             init_weights(directory, seed)
             self._models[key] = directory
             return directory
@@ -113,7 +116,7 @@ class StandInWriter:
         self._models[key] = directory
         return directory
 
-    def _data(self, config: RunConfig, number: int) -> Path:
+    def _data(self, config: RunConfig, number: int, *, sees_images: bool) -> Path:
         """Rows for the file of a domain; equal domains of other stages read the same ones."""
         domain = config.domains[number]
         assert domain.path is not None
@@ -123,7 +126,7 @@ class StandInWriter:
         if key not in self._rows:
             suffix = domain.path.suffix or ".jsonl"
             path = self.folder / f"{len(self._rows)}-{domain.name}{suffix}"
-            write_rows(path, config, number)
+            write_rows(path, config, number, sees_images=sees_images)
             self._rows[key] = path.absolute()
         return self._rows[key]
 
@@ -133,3 +136,13 @@ class StandInWriter:
         if not path.exists():
             write_corpus(path)
         return path.absolute()
+
+
+def _own_preset(config: RunConfig) -> ModelPreset | None:
+    """The preset of a model that is made at random; None of a released one."""
+    if config.model.path is not None or config.model.preset is None:
+        return None
+    preset = load_preset(config.model.preset)
+    if preset.checkpoint:
+        return None
+    return preset

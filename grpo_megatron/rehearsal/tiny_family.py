@@ -32,6 +32,14 @@ _NUM_KV_HEADS = 2
 _ORIGINAL_POSITIONS = 256
 """Positions that a model with scaled RoPE was made for: below the lengths of a rehearsal, so that
 the scaling is in effect."""
+_FEW_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16}
+_VISION_MARKERS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "image_token_id": "<|image_pad|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""Of Qwen's models that see: the field of config.json, and the token that it is the id of."""
 _NOT_CARRIED = ("quantization_config", "auto_map", "transformers_version")
 """Block-quantised weights and remote code of the release; a random model has neither."""
 
@@ -50,6 +58,7 @@ def tiny_config(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     _shrink_heads(config)
     _shrink_experts(config)
     _shrink_positions(config)
+    _shrink_tower(config)
     return config
 
 
@@ -125,6 +134,35 @@ def _shrink_positions(config: dict[str, Any]) -> None:
     config["max_position_embeddings"] = longest
 
 
+def _shrink_tower(config: dict[str, Any]) -> None:
+    """Two blocks, of which the last attends to all of an image, and images of few tokens."""
+    if "vision_config" not in config:
+        return
+    config["vision_config"] = {
+        **config["vision_config"],
+        "depth": 2,
+        "fullatt_block_indexes": [1],
+        "hidden_size": _HIDDEN_SIZE,
+        "intermediate_size": _DENSE_WIDTH,
+        "num_heads": 2,
+        "out_hidden_size": config["hidden_size"],
+    }
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name)
+        if rope and rope.get("mrope_section"):
+            config[name] = {**rope, "mrope_section": _sections(rope["mrope_section"])}
+    processor = dict(config["image_processor"])
+    processor.pop("size", None)  # pixels under other names
+    config["image_processor"] = processor | _FEW_PIXELS
+
+
+def _sections(released: Sequence[int]) -> list[int]:
+    """Share out the angles of a tiny head as those of a released one are."""
+    angles = HEAD_DIM // 2
+    rest = [number * angles // sum(released) for number in released[1:]]
+    return [angles - sum(rest), *rest]
+
+
 # --- tokenizer and weights
 
 _PAD = "<|pad|>"
@@ -167,7 +205,12 @@ def write_tiny_checkpoint(
     model type whose code computes the same, where transformers does not carry this one. Raises
     DataError where transformers cannot build the model."""
     directory.mkdir(parents=True, exist_ok=True)
-    special = list(dict.fromkeys([_PAD, _END, "<|im_start|>", "<|im_end|>", *special_tokens]))
+    sees_images = "vision_config" in config
+    markers: list[str] = []
+    if sees_images:
+        markers = list(_VISION_MARKERS.values())
+    special = [_PAD, _END, "<|im_start|>", "<|im_end|>", *markers, *special_tokens]
+    special = list(dict.fromkeys(special))
     tokenizer = _byte_tokenizer(special)
     tokenizer.save(str(directory / "tokenizer.json"))
     end = tokenizer.token_to_id(_END)
@@ -175,7 +218,7 @@ def write_tiny_checkpoint(
     stops = [end, tokenizer.token_to_id("<|im_end|>")]
     # a byte that Latin-1 prints has that character in the byte-level alphabet
     stops += [tokenizer.token_to_id(chr(byte)) for byte in _NEVER_IN_TEXT]
-    files = {
+    files: dict[str, dict[str, Any]] = {
         "config": {
             **config,
             "vocab_size": tokenizer.get_vocab_size(),
@@ -192,6 +235,10 @@ def write_tiny_checkpoint(
             "chat_template": _CHAT_TEMPLATE,
         },
     }
+    if sees_images:
+        files["preprocessor_config"] = files["config"].pop("image_processor")
+        for field, marker in _VISION_MARKERS.items():
+            files["config"][field] = tokenizer.token_to_id(marker)
     for name, content in files.items():
         _write_json(directory / f"{name}.json", content)
     _write_weights(directory, files["config"], seed, same_code_as)

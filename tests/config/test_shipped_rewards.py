@@ -26,7 +26,7 @@ def tags_scored(reward):
     """Tags without which this reward cannot be earned."""
     arguments = reward.arguments
     tags = {arguments["answer_tag"]} if arguments.get("answer_tag") else set()
-    if reward.component == "format_tags":
+    if reward.component in ("format_tags", "format_box"):
         tags |= {arguments.get("think_tag", "think"), arguments.get("answer_tag", "answer")}
     if reward.component == "format_think":
         tags.add(arguments.get("think_tag", "think"))

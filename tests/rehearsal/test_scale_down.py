@@ -15,8 +15,10 @@ from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.data.preferences import read_preferences
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.hf_config import model_fields
-from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
+from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, read_config
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rehearsal.coin import COMPONENT, coin
 from grpo_megatron.rehearsal.made_up_rows import (
@@ -41,6 +43,7 @@ from grpo_megatron.rehearsal.scale_down import (
 from grpo_megatron.rehearsal.stand_ins import StandInWriter
 from grpo_megatron.rehearsal.teacher_servers import TeacherServers
 from grpo_megatron.rehearsal.tiny_family import tiny_config, write_tiny_checkpoint
+from grpo_megatron.rewards.boxes import box_iou
 from grpo_megatron.types import Problem
 
 RECIPES = assets.names(assets.root() / "recipes")
@@ -57,15 +60,19 @@ LAYOUT = (
 def stand_ins(config, folder: Path) -> StandIns:
     """Rows and the config.json of a tiny model, without weights: enough to resolve a recipe."""
     hf, _ = configuration_of(config.model)
-    if "vision_config" in hf:
-        write_tiny_model(folder, load_preset(config.model.preset))
+    sees_images = "vision_config" in hf
+    preset = load_preset(config.model.preset) if config.model.preset else None
+    if sees_images and not preset.checkpoint:
+        write_tiny_model(folder, preset)
     else:
         tiny = tiny_config(hf, num_layers_of(config.trainer)) | {"vocab_size": 320}
+        processor = tiny.pop("image_processor", None)
         (folder / "config.json").write_text(json.dumps(tiny))
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     data = {}
     for number in missing_files(config):
         data[number] = folder / f"{number}{config.domains[number].path.suffix}"
-        write_rows(data[number], config, number)
+        write_rows(data[number], config, number, sees_images=sees_images)
     return StandIns(folder, folder, data, "http://127.0.0.1:1")
 
 
@@ -149,6 +156,34 @@ def test_a_tiny_model_keeps_the_parts_of_its_family(name, num_layers):
         assert bool(after.get(field)) == bool(before.get(field)), field
     assert after.get("tie_word_embeddings") == before.get("tie_word_embeddings")
     assert facts.hidden_size <= 320
+
+
+def test_a_tiny_model_that_sees_keeps_its_tower(tmp_path):
+    released = load_preset("qwen2.5-vl-3b").hf
+    write_tiny_checkpoint(tmp_path, tiny_config(released, 4), ["<|im_start|>"], 0)
+    hf = read_config(tmp_path)
+    assert hf["vision_config"]["out_hidden_size"] == hf["hidden_size"]
+    assert hf["rope_scaling"]["mrope_section"] == [4, 6, 6]
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.token_text(hf["image_token_id"]) == "<|image_pad|>"
+    settings = ImageSettings.of_model(hf)
+    assert settings.tokens_of(2000, 1000) == (2, 5)  # of at most 16 tokens
+
+
+def test_pictures_are_made_up_for_a_model_that_sees(tmp_path):
+    before, after = scaled("systems/vlm_r1", tmp_path)
+    assert before.domains[0].image_field == "image"
+    (problem, *others) = problems_of(after, 0)
+    assert problem.metadata["image"][0].startswith("data:image/png;base64,")
+    assert len({other.metadata["image"][0] for other in others}) == len(others)
+    assert problem.metadata["width"] == problem.metadata["height"] == 56
+    assert box_iou(
+        f"<answer>{problem.answer}</answer>",
+        problem.answer,
+        metadata=problem.metadata,
+        answer_tag="answer",
+        size_fields=("width", "height"),
+    ) == pytest.approx(1)
 
 
 def test_unequal_stages_stay_unequal(tmp_path):
