@@ -196,6 +196,19 @@ def prune_store(store: Path, starts: Sequence[int], keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def prune_images(images: Path, store: Path) -> None:
+    """Remove the files of a run's images that no recorded step has. A run that goes on keeps those
+    of its prompts again when it reads them."""
+    if not images.exists():
+        return
+    recorded = set()
+    for _, path in steps_in(store):
+        recorded.update(file.name for file in path.glob(f"{IMAGES}/*"))
+    for file in list(images.iterdir()):
+        if file.name not in recorded:
+            file.unlink()
+
+
 def drop_disconnected(store: Path, step: int) -> None:
     """Remove recorded steps after a gap that begins at or after `step`: a step in the gap will be
     sampled anew, and what was recorded later came from another policy."""

@@ -280,6 +280,7 @@ class RLLoop:
         metrics["policy/staleness"] = recorded.step - version
         if self.config.publish.delta:
             metrics["publish/sent_fraction"] = self._publisher.sent_fraction
+        metrics |= refused_rows(self._splits)
 
         seconds = recorded.seconds | self._phases.take_seconds()
         self.phase_seconds.update(seconds)
@@ -332,6 +333,19 @@ class RLLoop:
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
         starts = starting_steps(self.config, self.run_dir)
         prune_store(self.run_dir.store, starts, self.config.checkpoint.keep_steps)
+
+
+def refused_rows(splits: Splits) -> dict[str, float]:
+    """Count the rows that were left out because of an image, also by domain where there are
+    several; empty for a model that reads text only. The same in every step of an attempt."""
+    if not splits.num_refused:
+        return {}
+    name = "data/rows_refused_for_images"
+    metrics = {name: float(sum(splits.num_refused.values()))}
+    if len(splits.num_refused) > 1:
+        for domain, count in splits.num_refused.items():
+            metrics[f"{name}@{domain}"] = float(count)
+    return metrics
 
 
 _BUSY_PHASES = {

@@ -32,7 +32,7 @@ from grpo_megatron.controller.preference_steps import (
     Scores,
     drawn_preferences,
 )
-from grpo_megatron.controller.recorder import drop_disconnected
+from grpo_megatron.controller.recorder import drop_disconnected, prune_images
 from grpo_megatron.controller.rejection import sample_dataset
 from grpo_megatron.controller.resources import Resources, open_resources
 from grpo_megatron.controller.restoring import newest_whole
@@ -130,6 +130,7 @@ class Run:
                 return False
             state, heldout = learned
         results = await self.evaluator.evaluate(heldout, self.config.evaluation.num_samples)
+        prune_images(self.run_dir.images, self.run_dir.store)
         self._conclude(state, results, num_samples, time.monotonic() - began)
         return True
 

@@ -11,7 +11,7 @@ import binascii
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +54,8 @@ class ImageReader:
     token_id: int
     """Of that token, of which an image has many."""
     keep: Callable[[bytes], str] = digest_of
+    num_refused: dict[str, int] = field(default_factory=dict)
+    """By domain that was read: rows that were left out because of an image."""
 
     @classmethod
     def of_model(
@@ -76,7 +78,8 @@ class ImageReader:
     ) -> Iterator[tuple[Problem, tuple[RowImage, ...]]]:
         """Yield the problems whose images can be seen, with these; questions have markers then.
 
-        The log names those that are left out. Raises DataError where none is left."""
+        The log names those that are left out, `num_refused` counts them. Raises DataError where
+        none is left."""
         refusals: list[DataError] = []
         num_fit = 0
         with ThreadPoolExecutor(_READERS) as threads:
@@ -86,6 +89,7 @@ class ImageReader:
                     continue
                 num_fit += 1
                 yield found
+        self.num_refused[domain.name] = len(refusals)
         if not refusals:
             return
         if not num_fit:

@@ -6,7 +6,7 @@ prompt between splits, and equal prompts cannot be on both sides."""
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.prompt_images import ImageReader, RowImage, refuse_images
@@ -27,6 +27,8 @@ class Splits:
     validation: tuple[Prompt, ...]
     heldout: tuple[Prompt, ...]
     num_duplicates: int  # prompts dropped because an earlier one has the same text
+    num_refused: Mapping[str, int] = field(default_factory=dict)
+    """By domain, of a model that sees: rows that were left out because of an image."""
 
 
 def load_splits(
@@ -47,7 +49,9 @@ def load_splits(
     )
     if splits.num_duplicates:
         logger.info("dropped %d prompts whose text occurs before", splits.num_duplicates)
-    return splits
+    if images is None:
+        return splits
+    return replace(splits, num_refused=dict(images.num_refused))
 
 
 def load_prompts(

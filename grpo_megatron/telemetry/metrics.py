@@ -26,6 +26,7 @@ NORMALISERS = {
     "environment/": "episodes",
     "experience/": "step",
     "prefix_cache/": "tokens",
+    "data/": "run",
     "time/": "step",
     "idle/": "step",
     "throughput/": "second",

@@ -100,7 +100,7 @@ class Loop:
                     chat_template=None,
                     encode=lambda text, where=None: [ord(c) for c in text],
                 ),
-                splits=SimpleNamespace(train=self.prompts, validation=[]),
+                splits=SimpleNamespace(train=self.prompts, validation=[], num_refused={}),
                 trainer=self,
                 workers=self,
                 rewards=SimpleNamespace(score=self.score, take_metrics=dict),

@@ -7,9 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_megatron.batching.image_folder import IMAGES, ImageFolder
 from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.controller.recorder import record_step, starting_steps, token_at
+from grpo_megatron.controller.recorder import (
+    prune_images,
+    prune_store,
+    record_step,
+    starting_steps,
+    token_at,
+)
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 from tests.controller.scored_groups import recipe, stored
@@ -122,3 +129,27 @@ def test_a_run_without_a_cold_start_can_be_computed_from_its_beginning(
         directory.mkdir(parents=True)
         (directory / "complete.json").write_text("{}")
     assert starting_steps(recipe(cold_start=cold_start), run_dir) == starts
+
+
+def test_images_go_with_the_last_step_that_has_them(tmp_path):
+    run_images = ImageFolder(tmp_path / "images")
+    store = tmp_path / "store"
+    of_step = {}
+    for step, pictures in enumerate([(b"a", b"b"), (b"b", b"c"), (b"d",)]):
+        of_step[step] = {run_images.keep(content) for content in pictures}
+        folder = ImageFolder(store / f"step_{step:06d}" / IMAGES)
+        run_images.link_to(folder, of_step[step])
+    run_images.keep(b"of no step")
+    (run_images.path / "tmp1234").write_bytes(b"of a process that was killed")
+
+    def left() -> set[str]:
+        return {file.name for file in run_images.path.iterdir()}
+
+    prune_images(run_images.path, store)
+    assert left() == of_step[0] | of_step[1] | of_step[2]
+    prune_store(store, [1], keep=1)
+    prune_images(run_images.path, store)
+    assert left() == of_step[1] | of_step[2]
+    for digest in of_step[1]:  # those of steps are whole
+        assert ImageFolder(store / "step_000001" / IMAGES).read(digest)
+    prune_images(tmp_path / "absent", store)

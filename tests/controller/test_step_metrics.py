@@ -13,7 +13,8 @@ from grpo_megatron.controller.group_filter import (
     rollout_metrics,
     staleness,
 )
-from grpo_megatron.controller.rl_loop import idle_shares
+from grpo_megatron.controller.rl_loop import idle_shares, refused_rows
+from grpo_megatron.data.prompts import Splits
 from grpo_megatron.types import (
     Completion,
     Prompt,
@@ -42,6 +43,15 @@ def scored(rewards: list[float], domain: str = "d", version: int = 0) -> ScoredG
 
 
 GROUPS = [scored([1, 0, 0, 0]), scored([1, 1, 1, 1]), scored([0, np.nan, 1, 0], "e")]
+
+
+def test_rows_that_were_refused_because_of_their_images():
+    name = "data/rows_refused_for_images"
+    one = Splits({}, (), (), 0, {"a": 3})
+    assert refused_rows(one) == {name: 3}
+    several = Splits({}, (), (), 0, {"a": 3, "b": 0})
+    assert refused_rows(several) == {name: 3, f"{name}@a": 3, f"{name}@b": 0}
+    assert refused_rows(Splits({}, (), (), 0)) == {}
 
 
 def test_metrics_of_truncated_sampling():

@@ -15,11 +15,12 @@ from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.data.prompt_images import ImageReader
-from grpo_megatron.data.prompts import load_prompts, make_splits
+from grpo_megatron.data.prompts import load_prompts, load_splits, make_splits
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.images import digest_of
+from grpo_megatron.plan.resolve import resolve
 from tests.trainer.vision import png
 
 REWARDS = [{"function": "grpo_megatron.rewards.functions:exact_match"}]
@@ -145,9 +146,29 @@ def test_a_row_that_cannot_be_seen_is_left_out_by_name(tmp_path, tokenizer, read
     assert len(prompts) == 1
     assert f"{path}:2: left out: " in caplog.text and words in caplog.text
     assert "1 of 2 rows are left out" in caplog.text
+    assert reader.num_refused == {"see": 1}
     alone = write_rows(tmp_path / "b.jsonl", [good | fields])
     with pytest.raises(DataError, match=r"b\.jsonl:1"):
         load_prompts(domain_of(alone), 0, tokenizer, reader)
+
+
+def test_splits_say_how_many_rows_were_refused(tmp_path, tokenizer, reader):
+    (tmp_path / "small.png").write_bytes(SMALL)
+    rows = []
+    for number in range(5):
+        name = "small.png" if number % 2 else "absent.png"
+        rows.append({"question": f"Is it {number}?", "answer": "1", "images": [name]})
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    flags = ["domains.0.source=file", f"domains.0.path={path}", "domains.0.arguments={}"]
+    flags += ["domains.0.num_problems=null", "data.num_validation=0", "data.num_heldout=0"]
+    flags += ["cold_start=null"]
+    config = resolve("demo/vision-count-cpu", flags).config
+    splits = load_splits(config, tokenizer, reader)
+    assert splits.num_refused == {"count": 3}
+    assert len(splits.train["count"]) == 2
+    kept = write_rows(tmp_path / "b.jsonl", rows[1:2])
+    config = resolve("demo/vision-count-cpu", [*flags, f"domains.0.path={kept}"]).config
+    assert load_splits(config, tokenizer, reader).num_refused == {"count": 0}
 
 
 def test_paths_begin_in_the_folder_that_the_recipe_names(tmp_path, tokenizer, reader):

@@ -45,6 +45,7 @@ def test_engine_and_trainer_agree_about_every_token(run):
     assert [record["step"] for record in records] == [0, 1, 2]
     assert all(record["mismatch/abs_max"] < 1e-4 for record in records)
     assert all(record["grad/norm"] > 0 for record in records)
+    assert all(record["data/rows_refused_for_images"] == 0 for record in records)
     assert all(record["prompt/length_mean"] == 28 for record in records)  # 9 tokens of an image
 
 
@@ -59,6 +60,13 @@ def test_a_step_has_its_images(run):
         assert len(table.prompt_ids(row)) == 28
     assert len(digests) == 6
     assert {file.name for file in table.image_folder.path.iterdir()} == digests
+
+
+def test_a_finished_run_has_no_images_but_those_of_its_steps(run):
+    """Of 60 pictures."""
+    recorded = {file.name for file in (run / "store").glob("step_*/images/*")}
+    assert {file.name for file in (run / "images").iterdir()} == recorded
+    assert 6 < len(recorded) <= 18
 
 
 def test_a_recorded_step_is_replayed(run):
