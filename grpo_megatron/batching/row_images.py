@@ -19,13 +19,15 @@ import numpy as np
 
 from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.batching.prefix_rows import RowTree
+from grpo_megatron.batching.row_split import RowSplit
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.types import PromptImage
 
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of a row, each once, and which tokens of the row are theirs."""
+    """The images of a row, each once, and which tokens of the row are theirs; or of those that a
+    context-parallel rank computes."""
 
     folder: ImageFolder
     images: tuple[PromptImage, ...]
@@ -34,6 +36,18 @@ class RowImages:
     """Tokens of images in the row, int64 [m], ascending."""
     features: np.ndarray
     """The feature that is there, int64 [m]."""
+
+    def of_rank(self, split: RowSplit, rank: int) -> RowImages | None:
+        """Return the images with the places of a context-parallel rank's tokens of them among its
+        own tokens; None where it has none."""
+        if split.is_whole:
+            return self
+        is_own = split.owners[self.places] == rank
+        if not is_own.any():
+            return None
+        return replace(
+            self, places=split.places[self.places[is_own]], features=self.features[is_own]
+        )
 
 
 def row_images(table: SampleTable, table_rows: np.ndarray, tree: RowTree) -> RowImages | None:

@@ -34,19 +34,6 @@ def only_rl_has_images(run: RunConfig, model: ModelFacts) -> Violation | None:
     )
 
 
-@VISION_RULES.rule("vision_context_parallel")
-def rows_with_images_are_whole(run: RunConfig, model: ModelFacts) -> Violation | None:
-    """Refuse context parallelism: features are put into whole rows."""
-    if not model.sees_images or run.trainer.context_parallel_size == 1:
-        return None
-    return Violation(
-        "trainer.context_parallel_size",
-        f"images of a model that sees ({model.model_type}) are not shared out over "
-        "context-parallel ranks",
-        nearest=(1,),
-    )
-
-
 @VISION_RULES.rule("vision_tables")
 def images_go_with_plain_samples(run: RunConfig, model: ModelFacts) -> list[Violation]:
     """Refuse tables that were not made for prompts with images."""

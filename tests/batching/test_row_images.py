@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from grpo_megatron.batching.image_folder import ImageFolder
-from grpo_megatron.batching.row_images import positions_of
+from grpo_megatron.batching.prefix_rows import SamplePaths, lay_out
+from grpo_megatron.batching.row_images import RowImages, positions_of
+from grpo_megatron.batching.row_split import split_row
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import PromptImage
 
@@ -18,6 +22,26 @@ def test_the_example_of_the_module():
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
     ]
+
+
+def test_context_parallel_ranks_have_the_tokens_of_images_between_them():
+    """Among each one's own tokens, and every one once."""
+    lengths = np.array([23, 9], np.int64)
+    split = split_row(lay_out(SamplePaths.without_sharing(lengths)), 2, 2)
+    places = np.array([3, 4, 5, 6, 25, 26])
+    features = np.array([0, 1, 2, 3, 0, 1])
+    whole = RowImages(ImageFolder(Path()), (PromptImage("a", 0, 2, 2),), places, features)
+    found = {}
+    for rank in range(2):
+        part = whole.of_rank(split, rank)
+        assert part.images == whole.images
+        rows = split.own(rank)[part.places]
+        found |= dict(zip(rows.tolist(), part.features.tolist(), strict=True))
+    assert found == dict(zip(places.tolist(), features.tolist(), strict=True))
+    alone = split_row(lay_out(SamplePaths.without_sharing(lengths)), 1, 2)
+    assert whole.of_rank(alone, 0) is whole
+    first = RowImages(whole.folder, whole.images, split.own(0)[:2], features[:2])
+    assert first.of_rank(split, 1) is None
 
 
 def test_text_alone_has_one_position_three_times():

@@ -33,10 +33,6 @@ def test_the_recipe_is_valid_with_pipelines_tensor_ranks_and_several_engines():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ["trainer.num_ranks=2", "trainer.context_parallel_size=2"],
-            ["trainer.context_parallel_size", "qwen2_5_vl", "=1"],
-        ),
         (["lora.rank=4"], ["lora", "not tried beside a vision tower", "remove [lora]"]),
         (
             ["correction.probability=0.5"],

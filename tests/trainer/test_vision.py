@@ -27,6 +27,7 @@ LAYOUTS = {
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "pp2_vpp2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}),
     "dp2": (2, {}),
+    "cp2": (2, {"context_parallel_size": 2}),
 }
 TOWER_LAYOUTS = {
     **LAYOUTS,
@@ -34,9 +35,12 @@ TOWER_LAYOUTS = {
     "dp2_overlap": (2, {"overlap_communication": True}),
     "pp2_recompute": (2, {"pipeline_parallel_size": 2, "recompute": "full"}),
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "cp2_tp2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}),
+    "cp2_pp2": (4, {"context_parallel_size": 2, "pipeline_parallel_size": 2}),
     "tp2_dp2": (4, {"tensor_parallel_size": 2, "max_tokens_per_microbatch": 64}),
 }
 """Those at which a tower is trained, of which the gate has `TOWER_GATE`."""
+FROZEN_GATE = ("tp2_sp", "pp2", "pp2_vpp2", "dp2")
 TOWER_GATE = ("tp2_sp", "tp2_whole", "pp2_recompute")
 
 
@@ -80,7 +84,9 @@ def gradients_of_one_rank(world1, seeing_model, seen_samples):
     return world1.run(GRADIENTS, model=seeing_model, samples=seen_samples, layout=layout)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "pp2_vpp2", "dp2"])
+@pytest.mark.parametrize(
+    "layout", rest_in_matrix(("tp2_sp", "pp2", "pp2_vpp2", "dp2", "cp2"), FROZEN_GATE)
+)
 def test_gradients_do_not_depend_on_the_layout(
     request, gradients_of_one_rank, seeing_model, seen_samples, layout
 ):

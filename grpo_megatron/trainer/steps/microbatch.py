@@ -81,7 +81,7 @@ class MicroBatch:
     sample: torch.Tensor  # int64 [n], 0..S-1
     uses: TokenUses
     images: RowImages | None
-    """What the tokens of images are; None: there are none."""
+    """What this rank's tokens of images are; None: there are none."""
     rollout_logprobs: torch.Tensor  # fp32 [n]; minus infinity: unusable
     kept: KeptIds | None = None  # of truncated sampling
     # what passes found
@@ -216,6 +216,7 @@ def build_microbatch(
     images = row_images(table, table_rows, tree)
     if images is not None:
         positions = positions_with_images(table, table_rows, tree)
+        images = images.of_rank(split, context.rank)
     position_ids = to_device(torch.from_numpy(positions[..., own_tokens]), device)
     bounds = flat([np.array(tree.bounds)], torch.int32)
     return MicroBatch(
