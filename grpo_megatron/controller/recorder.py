@@ -201,7 +201,7 @@ def prune_images(images: Path, store: Path) -> None:
     of its prompts again when it reads them."""
     if not images.exists():
         return
-    recorded = set()
+    recorded: set[str] = set()
     for _, path in steps_in(store):
         recorded.update(file.name for file in path.glob(f"{IMAGES}/*"))
     for file in list(images.iterdir()):

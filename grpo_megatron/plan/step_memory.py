@@ -241,7 +241,8 @@ def _kept_of_tower(s: Sizes) -> int:
     of_block = _total(forms["block"], s)
     if s.trainer.recompute == "full":
         of_block = _total(forms["input"], s)
-    return s.symbols["tower_blocks"] * of_block + _total(forms["ends"], s)
+    num_blocks: int = s.symbols["tower_blocks"]
+    return num_blocks * of_block + _total(forms["ends"], s)
 
 
 def _working_of_tower(s: Sizes, *, trains: bool) -> int:

@@ -279,14 +279,16 @@ def seen_samples(seeing_model, tmp_path_factory) -> str:
     return write_vision_samples(tmp_path_factory.mktemp("vision") / "step_000000", seeing_model)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("tp2", "dp2"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.matrix)
-            for pair in (("pp2", "tp2"), ("dp2", "tp2_pp2"), ("tp2_pp2", "w1"), ("dp2", "dp2"))
-        ),
+        ("pp2", "tp2"),
+        ("dp2", "tp2_pp2"),
+        ("tp2_pp2", "w1"),
+        ("dp2", "dp2"),
+        ("cp2", "pp2"),
     ],
 )
 def test_a_trained_tower_goes_on_at_another_layout(

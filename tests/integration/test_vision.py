@@ -63,12 +63,15 @@ def prompts_of(model: Path, folder: ImageFolder) -> list[Prompt]:
     return prompts
 
 
-def test_engine_and_trainer_agree_about_images(server, seeing_model, world2, tmp_path):
-    """From weights at random on: everything that the engine sees with was sent to it."""
+@pytest.mark.parametrize("tower", ["trained", pytest.param("frozen", marks=pytest.mark.matrix)])
+def test_engine_and_trainer_agree_about_images(server, seeing_model, world2, tmp_path, tower):
+    """From weights at random on: everything that the engine sees with was sent to it. It is asked
+    about the same images again after the tower has changed, and must not remember what it made of
+    them before."""
     run_dir = RunDir(tmp_path)
     prompts = prompts_of(seeing_model, ImageFolder(run_dir.images))
     samples = write_vision_samples(tmp_path / "step_000000", str(seeing_model))
-    layout = {"pipeline_parallel_size": 2}
+    layout = {"pipeline_parallel_size": 2, "vision_tower": tower}
 
     async def run():
         async with publishing(world2, seeing_model, [server], tmp_path, layout=layout) as (

@@ -104,7 +104,9 @@ class ImageFeatures:
         trained = [weight for weight in self._tower.parameters() if weight.requires_grad]
         if not trained or not torch.is_grad_enabled():
             return embedded
-        touched: torch.Tensor = _Touch.apply(embedded, *trained)
+        touched: torch.Tensor = _Touch.apply(  # type: ignore[no-untyped-call]  # torch's
+            embedded, *trained
+        )
         return touched
 
     def of(self, images: RowImages) -> torch.Tensor:
