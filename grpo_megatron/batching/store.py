@@ -5,26 +5,25 @@
     step_000123/rollout-0.routes       their experts, where recorded (`batching.route_file`)
     step_000123/train.safetensors      one row a sample: where it is, its rewards
     step_000123/images/                files of images, by their digests (`batching.image_folder`)
-    step_000123/decisions-0.safetensors  `rows` int64 [S]; per name, packed bits of their tokens
+    step_000123/decisions-0.safetensors  what was clipped and rejected (`batching.decision_file`)
 
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
 final name is whole. It carries samples to the trainer, is the crash log, and can be replayed."""
 
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
 
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
 from grpo_megatron.batching.image_folder import IMAGES, ImageFolder
 from grpo_megatron.batching.manifest import ShardEntry, StepFacts, read_manifest, write_manifest
+from grpo_megatron.batching.ragged import concatenate
 from grpo_megatron.batching.route_file import RouteFile, write_routes
-from grpo_megatron.batching.sequences import NO_SEQUENCE, Fork, fork_columns, shard_order
+from grpo_megatron.batching.sequences import NO_SEQUENCE, Fork, shard_order
+from grpo_megatron.batching.shard_columns import UNKNOWN_STATE, shard_columns
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
@@ -58,164 +57,20 @@ def write_shard(
     *,
     new: bool = False,
 ) -> ShardEntry:
-    """Columns of many groups in one file, durably; a prompt is stored once per group. With
-    `route_shape`, routes are recorded too. Returns the shard's entry of the manifest.
+    """Write the completions of many groups into one file, durably (`batching.shard_columns`); with
+    `route_shape`, their routes into another. Returns the shard's entry of the manifest.
 
     Raises FileExistsError where `path` exists and is to be `new`, EngineError where the record of a
-    sample contradicts itself (`types.require_sound`).
-
-    Samples are sequences, in the order of `shard_order`: of an episode with earlier ones there are
-    several. Columns (N samples, Q prompts): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
-    `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
-    `group` int32 [N], which prompt; weight versions as spans `span_version|start|end` int32 with
-    `span_offsets` int64 [N+1]. Where any prompt has images, these: `image_digest` uint8 [M, 32] and
-    `image_start|rows|columns` int32 with `image_offsets` int64 [Q+1]. Of truncated sampling, the
-    ids that were kept: `kept_ids` int32 with `kept_offsets` int64 [n+1], by completion token. Where
-    any sample has turns, these:
-    `turn_start|end` int32, `turn_reward` float64, `turn_spoilt` uint8, `turn_state` int32 with
-    `turn_offsets` int64 [N+1]; a state is the number of a text, `state_texts` uint8 (UTF-8) with
-    `state_offsets` int64, or -1. Where any episode has several sequences, what a later one shares
-    with one before (`Fork`): `fork_after` int64, -1: with none; `fork_tokens` int64; `fork_is_cut`
-    uint8, [N] each."""
+    sample contradicts itself (`types.require_sound`)."""
     for group in groups:
         for completion in group.completions:
             require_sound(completion, group.prompt.prompt_id)
-    prompts: list[Sequence[int]] = []
-    images: list[tuple[PromptImage, ...]] = []
-    completions: list[Completion] = []
-    group_of: list[int] = []
     order = shard_order(groups)
-    groups = order.groups
-    for number, group in enumerate(groups):
-        prompts.append(group.prompt.token_ids)
-        images.append(group.prompt.images)
-        completions += group.completions
-        group_of += [number] * len(group.completions)
-    prompt_ids, prompt_offsets = _ragged(prompts, np.int32)
-    columns = {"prompt_ids": prompt_ids, "prompt_offsets": prompt_offsets}
-    columns |= _image_columns(images)
-    columns |= _completion_columns(completions)
-    columns["group"] = np.array(group_of, np.int32)
-    columns |= _span_columns(completions)
-    columns |= _kept_columns(completions)
-    columns |= _turn_columns(completions)
-    prompts_of = [prompts[number] for number in group_of]
-    columns |= fork_columns(order.places, prompts_of, completions, with_routes=bool(route_shape))
+    columns = shard_columns(order, with_routes=route_shape is not None)
     if route_shape is not None:
-        columns |= write_routes(path.with_suffix(".routes"), groups, route_shape, new=new)
+        columns |= write_routes(path.with_suffix(".routes"), order.groups, route_shape, new=new)
     checksum = write_columns(path, columns, new=new)
     return ShardEntry(name=path.name, checksum=checksum, routes=route_shape)
-
-
-def _image_columns(images: Sequence[Sequence[PromptImage]]) -> dict[str, np.ndarray]:
-    """Images of every prompt; no columns where no prompt has any."""
-    if not any(images):
-        return {}
-    flat = list(itertools.chain.from_iterable(images))
-    digests = b"".join(bytes.fromhex(image.digest) for image in flat)
-    return {
-        "image_digest": np.frombuffer(digests, np.uint8).reshape(len(flat), -1),
-        "image_start": np.array([image.start for image in flat], np.int32),
-        "image_rows": np.array([image.rows for image in flat], np.int32),
-        "image_columns": np.array([image.columns for image in flat], np.int32),
-        "image_offsets": _offsets([len(of_prompt) for of_prompt in images]),
-    }
-
-
-def _completion_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    token_ids = []
-    logprobs = []
-    for completion in completions:
-        token_ids.append(completion.token_ids)
-        logprobs.append(completion.logprobs)
-    completion_ids, completion_offsets = _ragged(token_ids, np.int32)
-    return {
-        "completion_ids": completion_ids,
-        "rollout_logprobs": _concatenate(logprobs, np.float32),
-        "completion_offsets": completion_offsets,
-    }
-
-
-def _span_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """Which version sampled which tokens."""
-    spans: list[tuple[int, int, int]] = []
-    num_spans = []
-    for completion in completions:
-        num_spans.append(len(completion.versions))
-        for span in completion.versions:
-            spans.append((span.version, span.start, span.end))
-    columns = np.array(spans, np.int32).reshape(-1, 3)
-    return {
-        "span_version": columns[:, 0],
-        "span_start": columns[:, 1],
-        "span_end": columns[:, 2],
-        "span_offsets": _offsets(num_spans),
-    }
-
-
-def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """What truncated sampling left; no columns where nothing is known of any completion."""
-    if all(completion.kept is None for completion in completions):
-        return {}
-    ids = []
-    sizes = []
-    for completion in completions:
-        if completion.kept is None:
-            sizes.append(np.zeros(len(completion.token_ids), np.int64))
-        else:
-            ids.append(completion.kept.ids)
-            sizes.append(completion.kept.sizes)
-    return {
-        "kept_ids": _concatenate(ids, np.int32),
-        "kept_offsets": _offsets(_concatenate(sizes, np.int64)),
-    }
-
-
-def _turn_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """Turns of episodes; no columns where every completion is one turn that nothing is known of."""
-    if not any(completion.turns for completion in completions):
-        return {}
-    turns: list[Turn] = []
-    num_turns = []
-    number_of: dict[str, int] = {}
-    for completion in completions:
-        num_turns.append(len(completion.turns))
-        for turn in completion.turns:
-            turns.append(turn)
-            if turn.state:
-                number_of.setdefault(turn.state, len(number_of))
-    states = [state.encode("utf-8", "surrogatepass") for state in number_of]
-    number_of[""] = UNKNOWN
-    return {
-        "turn_start": np.array([turn.start for turn in turns], np.int32),
-        "turn_end": np.array([turn.end for turn in turns], np.int32),
-        "turn_reward": np.array([turn.reward for turn in turns], np.float64),
-        "turn_spoilt": np.array([turn.spoilt for turn in turns], np.uint8),
-        "turn_state": np.array([number_of[turn.state] for turn in turns], np.int32),
-        "turn_offsets": _offsets(num_turns),
-        "state_texts": np.frombuffer(b"".join(states), np.uint8),
-        "state_offsets": _offsets([len(state) for state in states]),
-    }
-
-
-def _ragged(
-    parts: Sequence[Sequence[int] | np.ndarray], dtype: DTypeLike
-) -> tuple[np.ndarray, np.ndarray]:
-    """Parts one after another, and their offsets, int64 [number of parts + 1]."""
-    return _concatenate(parts, dtype), _offsets([len(part) for part in parts])
-
-
-def _concatenate(parts: Sequence[ArrayLike], dtype: DTypeLike) -> np.ndarray:
-    """Parts one after another; of no parts an empty array."""
-    if not parts:
-        return np.empty(0, dtype)
-    return np.concatenate([np.asarray(part, dtype) for part in parts])
-
-
-def _offsets(lengths: ArrayLike) -> np.ndarray:
-    """Where parts of these lengths begin, and where the last one ends; int64 [N+1]."""
-    ends = np.cumsum(np.asarray(lengths, np.int64))
-    return np.concatenate([np.zeros(1, np.int64), ends])
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +343,7 @@ class SampleTable:
         if not self.has_turns and self.manifest.oldest_trained is None:
             return None
         parts = [self.tokens_without_loss(row) for row in rows.tolist()]
-        found = _concatenate(parts, bool)
+        found = concatenate(parts, bool)
         if not found.any():
             return None
         return found
@@ -564,7 +419,7 @@ class SampleTable:
         for row in range(len(self)):
             token_ids, _ = self.policy_tokens(row)
             parts.append(token_ids)
-        return _concatenate(parts, np.int64)
+        return concatenate(parts, np.int64)
 
     def versions(self, row: int) -> np.ndarray:
         """Weight version of every completion token, int32 [T]; where it is the environment's, of
@@ -624,7 +479,7 @@ def _policy_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def _state_text(shard: Mapping[str, np.ndarray], number: int) -> str:
     """The state of a number; "" where it is not known."""
-    if number == UNKNOWN:
+    if number == UNKNOWN_STATE:
         return ""
     start, end = shard["state_offsets"][number : number + 2]
     text: bytes = shard["state_texts"][start:end].tobytes()
@@ -654,52 +509,3 @@ def _require_checksums(directory: Path, checksums: Mapping[str, str]) -> None:
                 where=str(directory),
                 remedy="delete the step; it is sampled anew",
             )
-
-
-def write_decisions(
-    directory: Path,
-    rank: int,
-    num_ranks: int,
-    found: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]]],
-) -> None:
-    """Write which tokens a rank clipped or rejected, to be replayed at another layout, where
-    rounding may decide otherwise.
-
-    found: of every micro-batch, table rows int64 [S], and masks bool [n] by name."""
-    if rank == 0:  # an earlier attempt may have had more ranks
-        for path in directory.glob("decisions-*.safetensors"):
-            if int(path.stem.partition("-")[2]) >= num_ranks:
-                path.unlink()
-    rows_of: list[np.ndarray] = []
-    masks_of: dict[str, list[np.ndarray]] = {}
-    for rows, masks in found:
-        rows_of.append(rows)
-        for name, mask in masks.items():
-            masks_of.setdefault(name, []).append(mask)
-    columns = {}
-    for name, parts in masks_of.items():
-        columns[name] = np.packbits(np.concatenate(parts))
-    columns["rows"] = _concatenate(rows_of, np.int64)
-    write_columns(directory / f"decisions-{rank}.safetensors", columns)
-
-
-def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Recorded masks of the whole step in the order of its table, bool [n] by name.
-
-    Raises DataError when they belong to another step. lengths: policy tokens, int64 [N]."""
-    starts = _offsets(lengths)
-    found: dict[str, np.ndarray] = {}
-    for path in sorted(directory.glob("decisions-*.safetensors")):
-        columns = read_columns(path)
-        rows = columns.pop("rows")
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(lengths):
-            raise DataError("decisions belong to another step", where=str(path))
-        index = _concatenate([np.arange(*starts[row : row + 2]) for row in rows], np.int64)
-        for name, packed in columns.items():
-            if len(packed) != math.ceil(len(index) / 8):
-                raise DataError(
-                    f"{name} has {len(packed)} bytes for {len(index)} tokens", where=str(path)
-                )
-            mask = found.setdefault(name, np.zeros(starts[-1], bool))
-            mask[index] = np.unpackbits(packed, count=len(index)).astype(bool)
-    return found

@@ -11,6 +11,7 @@ import typer
 
 from grpo_megatron.cli.run_commands import Overrides, flag, print_advice
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.devices import DEFAULT_DEVICE, DEVICES
 
 config_app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
 objective_app = typer.Typer(
@@ -135,7 +136,7 @@ def plan(
             "layouts of one node, or of GPUs that both share.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="GPU, for example h200.")] = "h100-80g",
+    device: Annotated[str, typer.Option(help="GPU, for example h200.")] = DEFAULT_DEVICE,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -192,7 +193,7 @@ def plan(
         return
     from grpo_megatron.cli.predict_plan import Predictor, print_prediction
     from grpo_megatron.config.suggest import did_you_mean
-    from grpo_megatron.plan.memory import DEVICES, plan_of
+    from grpo_megatron.plan.memory import plan_of
 
     if device not in DEVICES["memory"]:
         raise ConfigError(

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from grpo_megatron import assets
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.devices import DEFAULT_DEVICE, DEVICES, device_bytes
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
 from grpo_megatron.plan.publishing import PublishPlan, plan_publish
@@ -22,7 +22,6 @@ from grpo_megatron.plan.rank_bytes import (
 from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
 
-DEVICES = assets.tables(__file__, "devices.toml")
 _GIB = 2**30
 CRITIC = "critic_"
 """Before the names of components that a critic holds beside the policy's."""
@@ -56,14 +55,6 @@ class Plan:
     def worst(self) -> RankMemory:
         """The rank that needs the most memory."""
         return max(self.stages, key=lambda rank: rank.total)
-
-
-DEFAULT_DEVICE = "h100-80g"
-
-
-def device_bytes(device: str) -> int:
-    """Memory of a GPU; `device` is a name in `devices.toml`."""
-    return int(DEVICES["memory"][device] * _GIB)
 
 
 def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool = False) -> Plan:

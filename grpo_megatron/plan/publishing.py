@@ -11,10 +11,10 @@ workers."""
 
 from dataclasses import dataclass
 
-from grpo_megatron import assets
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.plan.devices import DEVICES
 
-NETWORK = assets.tables(__file__, "devices.toml")["network"]
+NETWORK = DEVICES["network"]
 _BUCKETS = 64
 _BUCKETS_PER_WORKER = 8
 MIN_BUCKET_BYTES = 1 << 20

@@ -8,7 +8,8 @@ from typing import Any
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import DEVICES, Plan, plan_of
+from grpo_megatron.plan.devices import device_bytes
+from grpo_megatron.plan.memory import Plan, plan_of
 from grpo_megatron.plan.model_facts import ModelFacts, model_facts
 from grpo_megatron.plan.trainer_rules import TRAINER_RULES
 
@@ -56,7 +57,7 @@ def fitting(
         update={"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
     )
     for trainer in _layouts(config.trainer, facts, nodes * gpus_per_node, gpus_per_node):
-        hopeless = _expert_bytes(facts, trainer) > DEVICES["memory"][device] * 2**30
+        hopeless = _expert_bytes(facts, trainer) > device_bytes(device)
         if hopeless or any(TRAINER_RULES.broken_names(trainer, facts)):
             continue
         changed = config.model_copy(update={"trainer": trainer, "placement": placement})

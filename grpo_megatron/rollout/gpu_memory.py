@@ -1,6 +1,6 @@
 """How much memory the GPUs of this machine have, asked without taking any of it."""
 
-from grpo_megatron.plan.memory import DEFAULT_DEVICE, device_bytes
+from grpo_megatron.plan.devices import DEFAULT_DEVICE, device_bytes
 
 
 def gpu_bytes() -> int:

@@ -11,7 +11,7 @@ import pytest
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.network import Endpoint
-from grpo_megatron.plan.memory import DEFAULT_DEVICE, device_bytes
+from grpo_megatron.plan.devices import DEFAULT_DEVICE, device_bytes
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rollout import replica
 from grpo_megatron.rollout.gpu_memory import gpu_bytes

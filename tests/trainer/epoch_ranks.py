@@ -11,7 +11,8 @@ from msgspec.structs import asdict
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.objective import policy_loss
-from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
+from grpo_megatron.batching.decision_file import read_decisions, write_decisions
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.steps.microbatch import UpdateBatch

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_megatron.batching.decision_file import read_decisions
 from grpo_megatron.batching.drift_file import read_drift
-from grpo_megatron.batching.store import SampleTable, read_decisions
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.types import Completion, RolloutGroup, Turn, VersionSpan
 from tests.trainer.episode_samples import (
     DOMAINS,

@@ -10,7 +10,7 @@ from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import DEVICES
+from grpo_megatron.plan.devices import DEVICES
 from grpo_megatron.plan.rank_bytes import bytes_per_parameter, shard_counts
 from grpo_megatron.plan.timing.constants import Constants
 from grpo_megatron.plan.timing.generation import (

@@ -26,8 +26,9 @@ from grpo_megatron.algorithms.batch import Advantages, LossConstants, ValueTarge
 from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_size import effective_share, rate_factor
 from grpo_megatron.algorithms.value_loss import measured
+from grpo_megatron.batching.decision_file import read_decisions, write_decisions
 from grpo_megatron.batching.drift_file import write_drift
-from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.trainer.checks import logprob_check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_megatron.batching.store import read_decisions, write_decisions
+from grpo_megatron.batching.decision_file import read_decisions, write_decisions
 from grpo_megatron.errors import DataError
 
 LENGTHS = np.array([3, 0, 5, 9])
