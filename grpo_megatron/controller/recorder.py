@@ -43,13 +43,14 @@ def record_step(
     together: bool = False,
     images: ImageFolder | None = None,
 ) -> None:
-    """Make a step of the shards in which the groups lie, in the order in which they come: equal
-    rollouts give equal files. Each of `num_updates` optimizer steps trains a contiguous, nearly
-    equal part. A shard may hold samples that no row names: those of groups that are not trained.
+    """Make a step of the shards in which the groups lie, in the order in which the groups come:
+    equal rollouts give equal files. Each of `num_updates` optimizer steps trains a contiguous,
+    nearly equal part. A shard may hold samples that no row names: those of groups that are not
+    trained.
 
     teacher_logprobs: as `ServedTeachers.answers` gives them; together: all answers of a group are
-    one episode, which no micro-batch splits; images: of prompts, where these have some. DataError
-    where one of them is missing."""
+    one episode, which no micro-batch splits; images: where the files of the prompts' images are.
+    Raises DataError where one of them is missing."""
     working = begin_step(directory)
     numbers: dict[StoredShard, int] = {}
     rows = []
@@ -72,8 +73,10 @@ def record_step(
                     episode=episode,
                 )
                 rows.append(row)
-            episode += not together
-        episode += together
+            if not together:
+                episode += 1
+        if together:
+            episode += 1
     entries = []
     for shard, number in numbers.items():
         entries.append(link_shard(shard, working / f"rollout-{number}.safetensors"))
@@ -91,7 +94,7 @@ def record_step(
 
 
 def _link_images(prompts: Sequence[Prompt], images: ImageFolder | None, working: Path) -> None:
-    """Give the images of prompts a name in a step's directory."""
+    """Link the image files of prompts into a step's directory."""
     digests: set[str] = set()
     for prompt in prompts:
         digests.update(image.digest for image in prompt.images)
@@ -101,7 +104,8 @@ def _link_images(prompts: Sequence[Prompt], images: ImageFolder | None, working:
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
-    """Rewards by component over all rows, NaN where a group's domain has no such one."""
+    """Return the rewards of each component over all rows, float64 [N] by name; NaN where the domain
+    of a group does not have the component."""
     names: dict[str, None] = {}  # ordered
     for group in groups:
         names.update(dict.fromkeys(group.components))
@@ -117,12 +121,13 @@ def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
 
 
 def _num_sequences(group: ScoredGroup) -> list[int]:
-    """How many rows each completion of a group has, [G]."""
+    """Return how many rows each completion of a group has, [G]."""
     return [len(completion.sequences) for completion in group.group.completions]
 
 
 def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int, float]]:
-    """Step rewards as (row, last token of the step, reward); steps without a token are left out.
+    """Return step rewards as (row, last token of the step, reward); steps without a token are left
+    out.
 
     The steps of an episode are in the text of its last sequence, and so in its last row."""
     found = []
@@ -139,7 +144,7 @@ def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int
 
 
 def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
-    """The first token whose text reaches place `end`, else the last token."""
+    """Return the first token up to which the text has at least `end` characters, else the last."""
 
     def text_length(token: int) -> int:
         return len(decode(token_ids[: token + 1].tolist()))
@@ -175,8 +180,9 @@ def record_completions(
 
 
 def starting_steps(config: RunConfig, run_dir: RunDir) -> list[int]:
-    """Steps from which the run can be computed again, ascending: those with a checkpoint, and step
-    0 where its weights are what the run was given (after a cold start they are not)."""
+    """Return the steps from which the run can be computed again, ascending: those with a
+    checkpoint, and step 0 where its weights are what the run was given (after a cold start they are
+    not)."""
     steps = complete_steps(run_dir.checkpoints)
     if config.cold_start is None and 0 not in steps:
         steps.insert(0, 0)

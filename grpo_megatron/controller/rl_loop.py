@@ -88,15 +88,16 @@ class RLLoop:
         self._started = time.monotonic() - state.seconds
         self._first = state.step
         self._staleness = StalenessWatch(config, state.bound)
-        self._pause_s = 0.0  # of engines, for the newest weights
-        self._check_s = 0.0  # of log-probs after that
-        self._published_at = 0.0
+        self._pause_s = 0.0  # how long engines paused for the newest weights
+        self._check_s = 0.0  # how long the log-prob check after that took
+        self._published_at = 0.0  # when both were over; 0 before the first publish
         self._after_s = 0.0  # from then to the next step
         self._step_began = time.monotonic()
-        self._checkpointed = -1
-        self._has_told_memory = False
+        self._checkpointed = -1  # number of steps in the newest checkpoint
+        self._has_recorded_memory = False
         self._unfinished: int | None = None  # step whose checkpoint is being written
-        self._logprob_check: dict[str, float] = {}  # ahead: of the weights that sample
+        self._logprob_check: dict[str, float] = {}
+        """Metrics of the newest log-prob check, where rollouts run ahead."""
 
     async def run(self) -> RunState:
         """Take the steps; returns the state after the last one, which is checkpointed."""
@@ -115,8 +116,11 @@ class RLLoop:
         return self.state
 
     async def take_step(self, *, more: bool) -> None:
-        """Take step `state.step`. With `more`, the next ones' samples are asked for as soon as may
-        be: ahead, while this one trains; else of engines that pause until they have its weights."""
+        """Take step `state.step`: collect its samples, train, publish, finish.
+
+        more: another step follows. Its samples are asked for as early as possible: where rollouts
+        run ahead, while this step trains; otherwise from engines that pause until they have the
+        weights of this step."""
         step = self.state.step
         self._phases.subject = f"step {step}"
         if self._published_at:
@@ -157,13 +161,7 @@ class RLLoop:
             return replace(recorded, logprob_check=self._logprob_check)
         if self.config.can_verify_from_samples:
             recorded = await sampling
-            living = {replica.index for replica in self._publisher.engines.alive}
-            are_told_apart = len(living) <= 1 or self.config.groups_stay_on_one_engine
-            if (
-                recorded.fresh
-                and are_told_apart
-                and living <= set(recorded.facts.verified_replicas)
-            ):
+            if self._samples_check_engines(recorded):
                 self._publisher.unchecked.clear()
                 return recorded
             return replace(recorded, logprob_check=await self._check_logprobs())
@@ -171,15 +169,24 @@ class RLLoop:
         sampled: RecordedStep = both[0]
         return replace(sampled, logprob_check=both[1])
 
+    def _samples_check_engines(self, recorded: RecordedStep) -> bool:
+        """Whether training these samples checks the log-probs of every live engine: they were
+        sampled just now, by all of these engines, and it is known which engine sampled which."""
+        living = {replica.index for replica in self._publisher.engines.alive}
+        engine_is_known = len(living) <= 1 or self.config.groups_stay_on_one_engine
+        all_engines_sampled = living <= set(recorded.facts.verified_replicas)
+        return recorded.fresh and engine_is_known and all_engines_sampled
+
     async def _check_logprobs(self) -> dict[str, float]:
-        """Send the log-prob check's prompts, those of the first domain; metrics, empty without."""
+        """Have the engines answer prompts of the first domain and the trainer compute their
+        log-probs; returns metrics, empty where nothing is to be checked."""
         if not self.config.publish.canary or self.config.uses_dataset:
             return {}
         prompts = next(iter(self._splits.train.values()))
         return await self._publisher.check_logprobs(prompts[:_NUM_CHECK_PROMPTS])
 
     async def _train(self, recorded: RecordedStep) -> TrainReport:
-        """Take the step's optimizer steps, while engines pause where they have nothing to do.
+        """Take the step's optimizer steps; engines that have nothing to do pause meanwhile.
 
         Raises MismatchError where the samples show that an engine computes something else; the
         step is out of the store then."""
@@ -239,10 +246,7 @@ class RLLoop:
         step = recorded.step
         facts = recorded.facts
         await self._finish_checkpoint(wait=False)
-        has_moments = report.updates > 0  # Adam's, which an optimizer's first step makes
-        if report.memory and has_moments and not self._has_told_memory:
-            append_event(self.run_dir.events, "trainer_memory", step=step, bytes=report.memory)
-            self._has_told_memory = True
+        self._record_memory(step, report)
         metrics = self._metrics(recorded, report)
         self.state = replace(
             self.state,
@@ -253,17 +257,9 @@ class RLLoop:
             objective=report.state,
             bound=self._staleness.bound,
         )
-        were_on = self._alarms.on
-        for alarm, text in self._alarms(metrics).items():
-            metrics[f"alarm/{alarm}"] = float(bool(text))
-            if text and alarm not in were_on:
-                show("message", text=f"step {step}: {text}")
+        metrics |= self._alarm_metrics(step, metrics)
         if _is_due(self.config.evaluation.interval, step):
-            began = time.monotonic()
-            await self._publisher.ensure_version(step + 1)
-            accuracy = await self._evaluator.greedy_accuracy(self._splits.validation)
-            metrics["evaluation/accuracy"] = accuracy
-            self._step_began += time.monotonic() - began  # no part of the next step
+            metrics["evaluation/accuracy"] = await self._evaluate(step)
         record = self._writer.write(step, metrics)
         self._writer.write_normalisers(report.normalisers)
         self._mirrors.log(record)
@@ -272,8 +268,34 @@ class RLLoop:
         if _is_due(self.config.checkpoint.interval, step):
             await self._checkpoint(beside=self.config.checkpoint.beside_next_step)
 
+    def _record_memory(self, step: int, report: TrainReport) -> None:
+        """Write the trainer's memory to the events, once: after the first optimizer step, which
+        makes Adam's moments."""
+        has_moments = report.updates > 0
+        if report.memory and has_moments and not self._has_recorded_memory:
+            append_event(self.run_dir.events, "trainer_memory", step=step, bytes=report.memory)
+            self._has_recorded_memory = True
+
+    def _alarm_metrics(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Let the alarms see the step's metrics; show those that have gone off."""
+        found = {}
+        were_on = self._alarms.on
+        for alarm, text in self._alarms(metrics).items():
+            found[f"alarm/{alarm}"] = float(bool(text))
+            if text and alarm not in were_on:
+                show("message", text=f"step {step}: {text}")
+        return found
+
+    async def _evaluate(self, step: int) -> float:
+        """Return the greedy accuracy of the weights after `step`; its time counts for no step."""
+        began = time.monotonic()
+        await self._publisher.ensure_version(step + 1)
+        accuracy = await self._evaluator.greedy_accuracy(self._splits.validation)
+        self._step_began += time.monotonic() - began
+        return accuracy
+
     def _metrics(self, recorded: RecordedStep, report: TrainReport) -> dict[str, Any]:
-        """What was sampled, trained and measured, and the seconds of its phases."""
+        """Return what was sampled, trained and measured, and the seconds of the step's phases."""
         version = float(recorded.facts.version)
         metrics = {**recorded.facts.metrics, **recorded.logprob_check, **report.metrics}
         metrics["policy/version"] = version
@@ -305,8 +327,8 @@ class RLLoop:
         return metrics
 
     async def _checkpoint(self, *, beside: bool) -> None:
-        """Save the state after the last step, unless that was done; with `beside`, its files are
-        written beside the next step."""
+        """Save the state after the last step, unless it is saved; with `beside`, its files are
+        written while the next step runs."""
         if self._checkpointed != self.state.step:
             with self._phases.measure("checkpoint"):
                 await self._finish_checkpoint(wait=True)
@@ -321,8 +343,8 @@ class RLLoop:
             await self._finish_checkpoint(wait=True)
 
     async def _finish_checkpoint(self, *, wait: bool) -> None:
-        """Count the checkpoint that was saved as there, and remove what it replaces; unless it is
-        still being written and may not be waited for."""
+        """Record the checkpoint that was saved last as finished, and remove what it replaces. One
+        that is still being written is left alone, unless `wait`."""
         if self._unfinished is None:
             return
         is_finished = await self._trainer.call(FinishCheckpoint(wait=wait))
@@ -357,7 +379,8 @@ _BUSY_PHASES = {
 
 
 def idle_shares(seconds: Mapping[str, float], passed: float) -> dict[str, float]:
-    """Shares of the `passed` seconds of a step in which trainer, engines and rewards did nothing.
+    """Return the share of the `passed` seconds of a step in which trainer, engines and rewards did
+    nothing.
 
     seconds: of the step by phase. Sampling ahead counts where its step is trained, not where it
     ran, so that single steps are near the truth and means are the truth."""

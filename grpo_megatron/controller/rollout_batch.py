@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,25 +15,24 @@ from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
 from grpo_megatron.config.run import RunConfig, SamplingConfig
 from grpo_megatron.controller.allocation import Allocation
+from grpo_megatron.controller.busy_clock import BusyClock
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.dataset_rollouts import DatasetRollouts
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.exemplars import ExemplarStore
-from grpo_megatron.controller.group_filter import (
-    GroupFilter,
-    by_domain,
-    not_older,
-    num_older_tokens,
-    outcome_metrics,
-    partly_not_older,
-    rollout_metrics,
-    staleness,
-)
+from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_step
+from grpo_megatron.controller.sampling_metrics import by_domain, outcome_metrics, rollout_metrics
 from grpo_megatron.controller.seeding import Seeding
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.staleness_watch import SampledSeconds, answers_of
+from grpo_megatron.controller.token_ages import (
+    count_tokens_before,
+    staleness,
+    with_tokens_since,
+    without_tokens_before,
+)
 from grpo_megatron.data.dataset_answers import DatasetAnswers
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
@@ -56,7 +55,7 @@ class RecordedStep:
     seconds: dict[str, float] = field(default_factory=dict)  # of its sampling, by phase
     logprob_check: dict[str, float] = field(default_factory=dict)  # its metrics, if one was made
     fresh: bool = False  # sampled just now
-    sampling: SampledSeconds | None = None  # how long that took; None of the store's
+    sampling: SampledSeconds | None = None  # how long that took; None: it was in the store
 
 
 class StepSource(Protocol):
@@ -69,7 +68,7 @@ class StepSource(Protocol):
         on_drawn: Callable[[], None] = lambda: None,
         before_recording: Callable[[], Awaitable[None]] | None = None,
     ) -> RecordedStep:
-        """As `StepSampler.sample`."""
+        """Return step `step`, recorded (see `StepSampler.sample`)."""
 
 
 class StepSampler:
@@ -112,13 +111,14 @@ class StepSampler:
     ) -> RecordedStep:
         """Return step `step`, recorded; one that the store has is never sampled again.
 
-        on_drawn: is called when this step has drawn all of its prompts, at the latest before it
+        on_drawn: called when this step has drawn all of its prompts, at the latest before it
         returns; the next step may draw then. before_recording: waits until this step may get into
         the store."""
         directory = self._run_dir.step_store(step)
         if is_recorded(directory):
             recorded = read_manifest(directory)
-            load_sampling(recorded.sampler, self.sampler, self._exemplars)  # its answers decided
+            # the step's answers may have decided what is drawn next
+            load_sampling(recorded.sampler, self.sampler, self._exemplars)
             on_drawn()
             return RecordedStep(step, directory, recorded)
 
@@ -136,7 +136,7 @@ class StepSampler:
         answered_at = time.perf_counter()
         if before_recording is not None:
             await before_recording()
-        written_from = time.perf_counter()
+        recording_began = time.perf_counter()
         await asyncio.to_thread(
             record_step,
             directory,
@@ -147,35 +147,37 @@ class StepSampler:
             teacher_logprobs,
             images=ImageFolder(self._run_dir.images),
         )
+        record_s = time.perf_counter() - recording_began
 
-        waited = 0.0  # for the weights
-        if not self.ahead:
-            waited = max(0.0, self._publisher.resumed_at - started)
-        seconds = {
-            "rollout": sampled.busy_s - waited + time.perf_counter() - written_from,
-            "reward": scored_at - started - sampled.rollout_s,
-        }
+        generation_s = sampled.busy_s
+        if not self.ahead:  # requests that went out early waited for the weights
+            generation_s -= max(0.0, self._publisher.resumed_at - started)
+        reward_s = scored_at - started - sampled.rollout_s
+        teachers_s = answered_at - scored_at
+        seconds = {"rollout": generation_s + record_s, "reward": reward_s}
         if teacher_logprobs:
-            seconds["teachers"] = answered_at - scored_at
-        recorded_at = time.perf_counter()
+            seconds["teachers"] = teachers_s
         sampling = SampledSeconds(
-            generation_s=sampled.busy_s - waited,
-            reward_s=answered_at - started - sampled.rollout_s,
-            record_s=recorded_at - written_from,
+            generation_s=generation_s,
+            reward_s=reward_s + teachers_s,
+            record_s=record_s,
             answers=answers_of(sampled.groups),
         )
         return RecordedStep(step, directory, facts, seconds, fresh=True, sampling=sampling)
 
     def _facts(self, step: int, version: int, sampled: "SampledStep") -> StepFacts:
+        """Return what the manifest says of the step; weights of `version` began to sample it."""
         config = self._config
         groups = sampled.groups
-        is_stale = version < step or len(not_older(groups, step)) < len(groups)
+        has_older_tokens = len(without_tokens_before(groups, step)) < len(groups)
+        is_stale = version < step or has_older_tokens
         verified_replicas: set[int] = set()
         if not is_stale:
             verified_replicas = {scored.group.replica for scored in groups}
         dropped: dict[str, list[float]] = {}
         if config.objective.advantage_std == "batch_raw":
             dropped = sampled.dropped_rewards
+        of_ages = by_domain(lambda part: staleness(part, step), groups)
         return StepFacts(
             kind="rl",
             step=step,
@@ -184,7 +186,7 @@ class StepSampler:
             domains=[domain.name for domain in config.domains],
             verified_replicas=sorted(verified_replicas),
             sampler=sampled.sampler,
-            metrics=sampled.metrics | by_domain(lambda part: staleness(part, step), groups),
+            metrics=sampled.metrics | of_ages,
             extremes=extremes(step, groups, config.telemetry.samples_per_step),
             dropped_rewards=dropped,
             oldest_trained=sampled.oldest_trained,
@@ -192,7 +194,8 @@ class StepSampler:
 
 
 def sampling_state(sampler: PromptSampler, exemplars: ExemplarStore | None) -> dict[str, Any]:
-    """What a checkpoint and a recorded step keep: the prompts that come next, and the exemplars."""
+    """Return what a checkpoint and a recorded step keep: the prompts that come next, and the
+    exemplars."""
     state = sampler.state_dict()
     if exemplars is not None:
         state["exemplars"] = exemplars.state_dict()
@@ -230,38 +233,6 @@ class _OpenStep:
     """Everything before any correction."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """State after the step's draws; empty before."""
-
-
-class BusyClock:
-    """Seconds in which at least one of several things was going on."""
-
-    def __init__(self) -> None:
-        self._num_running = 0
-        self._counted_until = 0.0
-        self._seconds = 0.0
-
-    def begin(self) -> None:
-        """One more is going on."""
-        self._count()
-        self._num_running += 1
-
-    def end(self) -> None:
-        """One of them has ended."""
-        self._count()
-        self._num_running -= 1
-
-    def take(self) -> float:
-        """Return the seconds since the last call."""
-        self._count()
-        seconds = self._seconds
-        self._seconds = 0.0
-        return seconds
-
-    def _count(self) -> None:
-        now = time.perf_counter()
-        if self._num_running:
-            self._seconds += now - self._counted_until
-        self._counted_until = now
 
 
 class RolloutBatchBuilder:
@@ -327,12 +298,13 @@ class RolloutBatchBuilder:
         self._busy = BusyClock()
 
     async def groups_of(self, step: int, on_drawn: Callable[[], None]) -> SampledStep:
-        """Sample `step`; moves the sampler and its curriculum. `on_drawn` is called when the step
-        will draw no more prompts."""
-        batch = self._config.batch
-        settings = self._config.sampling
-        if not self._open:
-            self._rewards.take_metrics()  # of evaluations
+        """Sample `step`: rounds of prompts, answered and scored, until enough groups are kept.
+
+        The sampler and its curriculum move on. `on_drawn` is called when the step will draw no more
+        prompts."""
+        num_prompts = self._config.batch.num_prompts
+        if not self._open:  # what was counted so far is of evaluations
+            self._rewards.take_metrics()
             self._workers.take_metrics()
         opened = _OpenStep()
         self._open[step] = opened
@@ -348,9 +320,9 @@ class RolloutBatchBuilder:
             return prompts
 
         try:
-            kept, sampled, num_rounds = await fill_batch(
-                settings,
-                batch.num_prompts,
+            filled = await fill_batch(
+                self._config.sampling,
+                num_prompts,
                 self._sampler.acceptance,
                 self._surplus,
                 draw,
@@ -359,52 +331,50 @@ class RolloutBatchBuilder:
             )
         finally:
             del self._open[step]
-        groups = kept[: batch.num_prompts]
-        surplus = kept[batch.num_prompts :]
+        groups = filled.kept[:num_prompts]
+        surplus = filled.kept[num_prompts:]
         # decided now, not when they are due: a resumed run then counts the same
-        self._surplus = self._young_enough(surplus, self._oldest(step + 1))
+        self._surplus = self._young_enough(surplus, self._oldest_allowed(step + 1))
         if not groups:
-            show(
-                "message",
-                text=f"step {step}: none of {len(sampled)} groups was kept: nothing is trained "
-                "(group/all_correct_fraction and all_wrong_fraction tell why)",
-            )
+            _show_empty_step(step, len(filled.sampled))
 
-        self._tell_curriculum(opened.first_tries)
-        metrics = self._metrics(opened.first_tries, groups, sampled)
-        metrics |= self._age_metrics(step, groups, sampled)
-        metrics["sampling/rounds"] = num_rounds
-        metrics["sampling/surplus"] = len(surplus)
-        metrics["sampling/stale_dropped"] = len(surplus) - len(self._surplus)
-        metrics["sampling/missing"] = batch.num_prompts - len(groups)
-        metrics["sampling/skipped_steps"] = not groups
+        self._update_curriculum(opened.first_tries)
+        metrics = self._metrics(opened.first_tries, groups, filled.sampled)
+        metrics |= self._age_metrics(step, groups, filled.sampled)
+        metrics |= {
+            "sampling/rounds": filled.num_rounds,
+            "sampling/surplus": len(surplus),
+            "sampling/stale_dropped": len(surplus) - len(self._surplus),
+            "sampling/missing": num_prompts - len(groups),
+            "sampling/skipped_steps": not groups,
+        }
         if not self._draws_at_once:
-            if sampled:
+            if filled.sampled:
                 self._sampler.acceptance = metrics["sampling/acceptance_rate"]
             end_draws()
         oldest_trained = None
         if metrics.get("staleness/masked_tokens"):
-            oldest_trained = self._oldest(step)
+            oldest_trained = self._oldest_allowed(step)
         return SampledStep(
             groups=groups,
             metrics={name: float(value) for name, value in metrics.items()},
             rollout_s=opened.rollout_s,
             busy_s=self._busy.take(),
-            dropped_rewards=dropped_rewards(self._filter, sampled),
+            dropped_rewards=self._filter.dropped_rewards(filled.sampled),
             sampler=opened.sampler,
             oldest_trained=oldest_trained,
         )
 
-    def _oldest(self, step: int) -> int:
-        """The oldest weight version of which step `step` may train tokens."""
+    def _oldest_allowed(self, step: int) -> int:
+        """Return the oldest weight version whose tokens `step` may train."""
         return step - self._config.batch.max_staleness - self._config.sampling.surplus_staleness
 
     def _young_enough(self, groups: Sequence[ScoredGroup], oldest: int) -> list[ScoredGroup]:
-        """Groups without a token of weights before `oldest`; where such tokens are masked, groups
-        with a token that is not."""
+        """Return the groups without a token of weights before `oldest`; where such tokens are
+        masked, the groups with a token that is not."""
         if self._config.batch.too_old == "mask":
-            return partly_not_older(groups, oldest)
-        return not_older(groups, oldest)
+            return with_tokens_since(groups, oldest)
+        return without_tokens_before(groups, oldest)
 
     def _keeps(self, step: int, group: ScoredGroup) -> bool:
         """Whether `step` trains a group that was sampled for it."""
@@ -413,13 +383,13 @@ class RolloutBatchBuilder:
     def _is_too_old(self, step: int, group: ScoredGroup) -> bool:
         if self._config.batch.max_staleness == 0:
             return False
-        return not self._young_enough([group], self._oldest(step))
+        return not self._young_enough([group], self._oldest_allowed(step))
 
     def _age_metrics(
         self, step: int, groups: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]
     ) -> dict[str, float]:
-        """What `step` leaves out because it is too old: tokens of `groups`, which it trains, and
-        samples of whole groups; empty where rollouts do not run ahead."""
+        """Count what `step` leaves out because it is too old: tokens of `groups`, which it trains,
+        and samples of whole groups; empty where rollouts do not run ahead."""
         if self._config.batch.max_staleness == 0:
             return {}
         num_dropped = 0
@@ -427,16 +397,16 @@ class RolloutBatchBuilder:
             if self._is_too_old(step, group) and self._filter.keeps(group):
                 num_dropped += len(group.rewards)
         return {
-            "staleness/masked_tokens": num_older_tokens(groups, self._oldest(step)),
+            "staleness/masked_tokens": count_tokens_before(groups, self._oldest_allowed(step)),
             "staleness/dropped_samples": num_dropped,
         }
 
     async def _score(self, step: int, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
-        """One round: sampled, scored and corrected groups of `prompts`."""
+        """Run one round: have `prompts` answered, scored and corrected; returns their groups."""
         if self._allocation is not None:
             scored = await self._allocation.sample(step, prompts)
         else:
-            groups = await self._sampled(step, self._answers.rollouts(step, prompts))
+            groups = await self._timed(step, self._answers.rollouts(step, prompts))
             scored = await self._rewards.score(groups)
         self._open[step].first_tries += scored
         if self._correction is None:
@@ -447,20 +417,22 @@ class RolloutBatchBuilder:
         self,
         step: int,
         prompts: Sequence[Prompt],
-        asked: Sequence[Prompt],
+        sent_prompts: Sequence[Prompt],
         samples: Sequence[range],
     ) -> list[ScoredGroup]:
-        """Samples of the prompts `asked`, scored as answers to `prompts`."""
-        groups = await self._sampled(step, self._workers.rollouts(step, asked, samples=samples))
+        """Sample answers to `sent_prompts` (`prompts`, maybe with exemplars before them), and score
+        them as answers to `prompts`. samples: as of `RolloutWorkers.rollouts`."""
+        rollouts = self._workers.rollouts(step, sent_prompts, samples=samples)
+        groups = await self._timed(step, rollouts)
         answers = []
         for group, prompt in zip(groups, prompts, strict=True):
             answers.append(group.as_answers_to(prompt))
         return await self._rewards.score(answers)
 
-    async def _sampled(
+    async def _timed(
         self, step: int, rollouts: Awaitable[list[RolloutGroup[StoredCompletion]]]
     ) -> list[RolloutGroup[StoredCompletion]]:
-        """What `rollouts` gives; its time is counted, and what comes next is shown as rewards."""
+        """Wait for `rollouts` and count the time; what comes next is shown as rewards."""
         self._phases.show_sampling("rollout")
         started = time.perf_counter()
         self._busy.begin()
@@ -472,7 +444,8 @@ class RolloutBatchBuilder:
         self._phases.show_sampling("reward")
         return groups
 
-    def _tell_curriculum(self, first_tries: Sequence[ScoredGroup]) -> None:
+    def _update_curriculum(self, first_tries: Sequence[ScoredGroup]) -> None:
+        """Tell the sampler how often each prompt was answered correctly."""
         for group in first_tries:
             correct = self._filter.unaided(group)
             if not np.isnan(correct).all():
@@ -484,8 +457,9 @@ class RolloutBatchBuilder:
         groups: Sequence[ScoredGroup],
         sampled: Sequence[ScoredGroup],
     ) -> dict[str, float]:
-        """Of what was sampled, before any correction and filter. groups: those to train; sampled:
-        those of this step, corrected."""
+        """Return metrics of what was sampled, before any correction and filter.
+
+        groups: those to train; sampled: those of this step, corrected."""
         seen = first_tries or groups
         metrics: dict[str, float] = {}
         metrics |= by_domain(rollout_metrics, seen)
@@ -507,19 +481,20 @@ class RolloutBatchBuilder:
         return metrics
 
 
-def dropped_rewards(
-    group_filter: GroupFilter, sampled: Sequence[ScoredGroup]
-) -> dict[str, list[float]]:
-    """Rewards by domain of the groups that are not kept, as group statistics see them; unscorable
-    ones are left out."""
-    found: dict[str, list[float]] = {}
-    for group in sampled:
-        if group_filter.keeps(group):
-            continue
-        rewards = group_filter.with_statistics(group).rewards
-        of_domain = found.setdefault(group.group.prompt.domain, [])
-        of_domain += rewards[~np.isnan(rewards)].tolist()
-    return found
+def _show_empty_step(step: int, num_sampled: int) -> None:
+    show(
+        "message",
+        text=f"step {step}: none of {num_sampled} groups was kept: nothing is trained "
+        "(group/all_correct_fraction and all_wrong_fraction tell why)",
+    )
+
+
+class FilledBatch(NamedTuple):
+    """What `fill_batch` found."""
+
+    kept: list[ScoredGroup]  # the carried ones first, maybe more than were wanted
+    sampled: list[ScoredGroup]  # by these rounds, kept or not
+    num_rounds: int
 
 
 async def fill_batch(
@@ -530,12 +505,15 @@ async def fill_batch(
     draw: Callable[[int, Collection[str] | None], Sequence[Prompt]],
     score: Callable[[Sequence[Prompt]], Awaitable[list[ScoredGroup]]],
     keeps: Callable[[ScoredGroup], bool],
-) -> tuple[list[ScoredGroup], list[ScoredGroup], int]:
+) -> FilledBatch:
     """Sample until `target` groups are kept or rounds run out (DAPO, arXiv:2503.14476).
 
-    A round draws missing / acceptance prompts, within `max_oversampling`; the expected acceptance
-    is replaced by what this step observes. Without `settings.dynamic` there is one round. Returns
-    kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds."""
+    A round draws missing / acceptance prompts, within `max_oversampling`; the expected `acceptance`
+    is replaced by what this step observes. Without `settings.dynamic` there is one round.
+
+    carried: kept groups of an earlier step; draw: takes a number of prompts and ids that must not
+    be among them (None: any may); score: has prompts answered and scored; keeps: whether a group
+    is trained."""
     kept = list(carried)
     sampled: list[ScoredGroup] = []
     num_rounds = 0
@@ -559,4 +537,4 @@ async def fill_batch(
         sampled += groups
         kept += [group for group in groups if keeps(group)]
         num_rounds += 1
-    return kept, sampled, num_rounds
+    return FilledBatch(kept, sampled, num_rounds)

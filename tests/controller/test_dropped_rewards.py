@@ -7,7 +7,6 @@ import pytest
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.controller.group_filter import GroupFilter
-from grpo_megatron.controller.rollout_batch import dropped_rewards
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from tests.controller.loops import Loop
 from tests.controller.scored_groups import group, recipe
@@ -18,12 +17,12 @@ LITE = {"preset": "lite_ppo"}
 def test_rewards_of_dropped_groups_are_told_by_domain():
     selection = GroupFilter(recipe(sampling={"dynamic": True}))
     groups = [group([1, 1], short=[0, 0.5]), group([1, 0]), group([0, np.nan])]
-    assert dropped_rewards(selection, groups) == {"d": [1.0, 1.5, 0.0]}
+    assert selection.dropped_rewards(groups) == {"d": [1.0, 1.5, 0.0]}
 
 
 def test_what_an_overlong_filter_unscores_is_no_part_of_it():
     selection = GroupFilter(recipe(sampling={"dynamic": True}, objective={"overlong": "drop"}))
-    assert dropped_rewards(selection, [group([1, 0, 0], truncated=[0])]) == {"d": [0.0, 0.0]}
+    assert selection.dropped_rewards([group([1, 0, 0], truncated=[0])]) == {"d": [0.0, 0.0]}
 
 
 def test_a_step_trains_with_the_deviation_of_everything_that_was_sampled(tmp_path):

@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_megatron.controller.group_filter import GroupFilter, by_domain, not_older
+from grpo_megatron.controller.group_filter import GroupFilter
+from grpo_megatron.controller.sampling_metrics import by_domain
+from grpo_megatron.controller.token_ages import without_tokens_before
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
 from tests.controller.scored_groups import REWARD, group, recipe, stored
 from tests.episodes import sequence_of
@@ -163,7 +165,7 @@ def test_overlong_drop_unscores_truncated_samples():
 
 def test_groups_with_older_tokens_are_found():
     groups = [group([1], version=version) for version in (3, 4, 5)]
-    assert not_older(groups, 4) == groups[1:]
+    assert without_tokens_before(groups, 4) == groups[1:]
 
 
 def test_metrics_by_domain():

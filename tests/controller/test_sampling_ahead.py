@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.batching.manifest import read_manifest
-from grpo_megatron.controller import rollout_batch, staleness_watch
+from grpo_megatron.controller import busy_clock, staleness_watch
+from grpo_megatron.controller.busy_clock import BusyClock
 from grpo_megatron.controller.recorder import drop_disconnected, steps_in
-from grpo_megatron.controller.rollout_batch import BusyClock
 from grpo_megatron.controller.sampling_chain import SamplingChain
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.segments import derive_seed
@@ -398,7 +398,7 @@ def test_busy_seconds_are_those_of_the_union(spans):
     moments.sort(key=lambda moment: (moment[0], not moment[1]))
     now = SimpleNamespace(perf_counter=lambda: 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout_batch, "time", now)
+        patch.setattr(busy_clock, "time", now)
         clock = BusyClock()
         for at, begins in moments:
             now.perf_counter = lambda at=at: float(at)

@@ -7,13 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_megatron.controller.group_filter import (
-    by_domain,
-    outcome_metrics,
-    rollout_metrics,
-    staleness,
-)
 from grpo_megatron.controller.rl_loop import idle_shares, refused_rows
+from grpo_megatron.controller.sampling_metrics import by_domain, outcome_metrics, rollout_metrics
+from grpo_megatron.controller.token_ages import staleness
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.types import (
     Completion,

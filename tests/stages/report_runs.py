@@ -15,8 +15,9 @@ from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.controller.group_filter import GroupFilter, by_domain, rollout_metrics
+from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.controller.recorder import record_step
+from grpo_megatron.controller.sampling_metrics import by_domain, rollout_metrics
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.rundir import RunDir

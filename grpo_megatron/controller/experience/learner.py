@@ -11,7 +11,8 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.experience.library import Library
 from grpo_megatron.controller.experience.writer import Attempt, GradedProblem, LessonWriter
-from grpo_megatron.controller.group_filter import GroupFilter, rollout_metrics
+from grpo_megatron.controller.group_filter import GroupFilter
+from grpo_megatron.controller.sampling_metrics import rollout_metrics
 from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
