@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def root() -> Path:
-    """The directory that holds `models/`, `recipes/` and `slurm/`."""
+    """Return the directory that holds `models/`, `recipes/` and `slurm/`."""
     return _root_of(_PACKAGE)
 
 
@@ -32,8 +32,9 @@ def _root_of(package: Path) -> Path:
 
 
 def input_path(path: Path) -> Path:
-    """Where an input is, absolute: relative to the current directory. What is not there and begins
-    with `recipes/data` is the shipped file of that name, so that recipes with data run anywhere."""
+    """Return where an input is, absolute: relative to the current directory. What is not there and
+    begins with `recipes/data` is the shipped file of that name, so that recipes with data run
+    anywhere."""
     path = path.expanduser()
     is_shipped = path.parts[:2] == ("recipes", "data") and not path.exists()
     if is_shipped and (root() / path).exists():
@@ -42,12 +43,13 @@ def input_path(path: Path) -> Path:
 
 
 def tables(module: str, name: str) -> dict[str, Any]:
-    """The TOML file `name` beside a `module` of the package."""
+    """Return the TOML file `name` beside a `module` of the package."""
     return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
 def names(folder: Path) -> list[str]:
-    """Names of the TOML files below `folder` but graphs: relative, with `/`, without `.toml`."""
+    """Return names of the TOML files below `folder` but graphs: relative, with `/`, without
+    `.toml`."""
     found = []
     for path in glob.glob("**/*.toml", root_dir=folder, recursive=True):
         if "graphs" not in path.split("/"):

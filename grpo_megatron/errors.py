@@ -83,7 +83,7 @@ def raise_described(described: Mapping[str, Any], other: type[GrpoMegatronError]
 
 
 def _told(error: BaseException) -> str:
-    """What an error says, without its place and remedy."""
+    """Return what an error says, without its place and remedy."""
     if isinstance(error, GrpoMegatronError):
         return error.message
     if isinstance(error, OSError) and error.strerror:

@@ -12,7 +12,7 @@ class FilePart:
     size: int
 
     def read(self) -> bytes:
-        """The bytes; OSError where the file is gone, EOFError where it is shorter."""
+        """Return the bytes. Raises OSError where the file is gone, EOFError where it is shorter."""
         with open(self.path, "rb") as file:
             file.seek(self.start)
             found = file.read(self.size)

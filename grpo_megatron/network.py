@@ -85,8 +85,8 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def own_address() -> str:
-    """The address at which the other processes of the run reach this one; SetupError where the
-    site's interface does not exist here, or no route leads to another node."""
+    """Return the address at which the other processes of the run reach this one. Raises SetupError
+    where the site's interface does not exist here, or no route leads to another node."""
     name = os.environ.get(INTERFACE_VARIABLE)
     if name:
         addresses = psutil.net_if_addrs().get(name, ())

@@ -74,7 +74,7 @@ def this_boot() -> str:
 
 
 def up_seconds() -> float:
-    """Seconds since this node started, with those in which it slept."""
+    """Return seconds since this node started, with those in which it slept."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -138,7 +138,7 @@ class Progress:
         self._moved_s = now
 
     def record(self) -> ProgressRecord:
-        """What the next write says."""
+        """Return what the next write says."""
         return ProgressRecord(
             role=self.role,
             pid=os.getpid(),
@@ -208,13 +208,13 @@ def start_progress(path: Path, role: str, *, examine: Callable[[], str] = lambda
 
 
 def enter(phase: str, detail: str = "", *, is_waiting: bool = False) -> None:
-    """As `Progress.enter`, of this process; nothing where it does not report."""
+    """Call `Progress.enter` of this process; does nothing where it does not report."""
     if _current is not None:
         _current.enter(phase, detail, is_waiting=is_waiting)
 
 
 def advance() -> None:
-    """As `Progress.advance`, of this process; nothing where it does not report."""
+    """Call `Progress.advance` of this process; does nothing where it does not report."""
     if _current is not None:
         _current.advance()
 

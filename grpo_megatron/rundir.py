@@ -51,20 +51,20 @@ class RunDir:
     lock = _Entry(".lock")  # held by the process that writes here
 
     def step_store(self, step: int) -> Path:
-        """Where the samples of a step are recorded."""
+        """Return where the samples of a step are recorded."""
         return self.store / f"step_{step:06d}"
 
     def step_checkpoint(self, step: int) -> Path:
-        """Where the checkpoint after a step is."""
+        """Return where the checkpoint after a step is."""
         return self.checkpoints / f"step_{step:06d}"
 
     @property
     def cold_start_checkpoints(self) -> Path:
-        """As `checkpoints`, of a cold start that has not ended."""
+        """Where the checkpoints of a cold start that has not ended are."""
         return self.checkpoints / "cold_start"
 
     def role_progress(self, role: str) -> Path:
-        """Where a role says what it is doing."""
+        """Return where a role says what it is doing."""
         return self.progress / f"{role}.json"
 
     def create(self) -> None:
@@ -81,7 +81,7 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
 
     def written(self) -> AbstractContextManager[None]:
-        """A context in which an OSError (no permission, a full disk) is a SetupError."""
+        """Return a context in which an OSError (no permission, a full disk) is a SetupError."""
         return raised_as(
             SetupError,
             "cannot write the run's directory",
@@ -114,7 +114,8 @@ class RunDir:
                 )
 
     def begin(self, attempt: str = "") -> "RunDir":
-        """As attempt `attempt` sees it, else the next number; earlier ones keep their logs."""
+        """Return the directory as attempt `attempt` sees it, by default the next number; earlier
+        attempts keep their logs."""
         folder = self.root / "logs"
         started = [int(p.name) for p in folder.glob("*") if p.name.isdecimal()]
         run_dir = RunDir(self.root, attempt or str(max(started, default=0) + 1))

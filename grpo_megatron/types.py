@@ -192,7 +192,7 @@ class SamplingMask:
         return np.diff(self.offsets)
 
     def of(self, places: np.ndarray) -> "SamplingMask":
-        """The sets of some tokens, int64, ascending."""
+        """Return the sets of some tokens, int64, ascending."""
         sizes = self.sizes
         if len(places) == len(sizes):
             return self
@@ -257,7 +257,7 @@ class Completion:
         return (*self.earlier, self)
 
     def prompt_ids(self, prompt: "Prompt") -> tuple[int, ...]:
-        """The token ids before this sequence, as an answer to the group's `prompt`."""
+        """Return the token ids before this sequence, as an answer to the group's `prompt`."""
         if self.answered_ids is not None:
             return self.answered_ids
         return prompt.token_ids
@@ -340,7 +340,7 @@ class StoredCompletion:
         return len(prompt.token_ids)
 
     def prompt_ids(self, prompt: "Prompt") -> tuple[int, ...]:
-        """The token ids before this sequence, as an answer to the group's `prompt`."""
+        """Return the token ids before this sequence, as an answer to the group's `prompt`."""
         if self.stored_prompt_ids is not None:
             ids = np.frombuffer(self.stored_prompt_ids.read(), np.int32)
             return tuple(ids.tolist())
@@ -372,8 +372,8 @@ class RolloutGroup(Generic[Answer]):
     replica: int
 
     def as_answers_to(self, prompt: Prompt) -> "RolloutGroup[Answer]":
-        """The completions as those of `prompt`, which rewards look at; each names the tokens that
-        it answers, where they are others."""
+        """Return the completions as those of `prompt`, which rewards look at; each names the tokens
+        that it answers, where they are others."""
         if self.prompt.token_ids == prompt.token_ids:
             return replace(self, prompt=prompt)
         completions = []

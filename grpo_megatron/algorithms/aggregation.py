@@ -48,11 +48,10 @@ def loss_constants(
     rows: Tensor,
     constant_length: int,
 ) -> LossConstants:
-    """Fix what does not change during one optimizer step; first of all its weights.
+    """Fix what does not change during one optimizer step, above all its weights.
 
-    `advantages` are of the whole rollout batch; `rows` (int64) are the samples of this step, which
-    the denominators count; `constant_length` tokens are what `aggregation = "constant"` divides
-    by."""
+    advantages: of the whole rollout batch; rows: int64, the samples of this step, which the
+    denominators count; constant_length: tokens by which `aggregation = "constant"` divides."""
     o = objective.config
     lengths = Lengths(
         batch.token_counts[rows].numpy(),
@@ -98,7 +97,7 @@ def loss_constants(
 def with_preference(
     constants: LossConstants, objective: Objective, margins: Tensor
 ) -> LossConstants:
-    """Fix the preference loss of this step at the current weights, too.
+    """Fix the preference loss of this step, too, at the current weights.
 
     margins: float64 [N], `sum_t log pi_theta - log pi_ref` of every sample."""
     batch = replace(constants.batch, trained=constants.weights > 0)
@@ -107,7 +106,7 @@ def with_preference(
 
 
 def positive_token_weights(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> Tensor:
-    """Weight of the negative log-likelihood at every token of each sample, float64 [N]:
+    """Return the weight of the negative log-likelihood at every token of each sample, float64 [N]:
     `positive_nll_weight` over the tokens of all correct samples among `rows` (int64), of the domain
     with `denominator = "domain"`; 0 for the others (VAPO, arXiv:2504.05118 eq. 10)."""
     in_step = torch.zeros(len(batch), dtype=torch.bool)
@@ -119,9 +118,10 @@ def positive_token_weights(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor)
 
 
 def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray) -> np.ndarray:
-    """Weight of every token of each sample, and its slope by lambda_grpo's exponent: [2, N].
+    """Return the weight of every token of each sample, and its slope by lambda_grpo's exponent: [2,
+    N].
 
-    With `denominator = "domain"` every domain (int64 [N]) counts for itself, the losses add up.
+    With `denominator = "domain"` every domain (int64 [N]) counts for itself, and the losses add up.
     Raises ConfigError where a custom aggregation returns another shape than [N]."""
     found = np.zeros((2, len(domains)))
     scopes = np.zeros_like(domains)

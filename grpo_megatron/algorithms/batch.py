@@ -48,7 +48,7 @@ Sequences = Sequence[tuple[Sequence[Turn], int]]
 
 
 def turn_events(samples: Sequence[Sequences]) -> Events:
-    """The turns of samples, as places among their policy tokens.
+    """Return the turns of samples, as places among their policy tokens.
 
     A sequence without turns is one turn; one without tokens is none."""
     sample_of: list[int] = []
@@ -134,7 +134,7 @@ class SampleBatch:
         return ~torch.isnan(self.rewards)
 
     def is_correct(self, threshold: float) -> Tensor:
-        """Which samples are correct, bool [N]: what the accuracy component said, where it is
+        """Return which samples are correct, bool [N]: what the accuracy component said, where it is
         known; else those whose reward is at least `threshold` (`objective.correct_threshold`)."""
         if self.correct is not None:
             return self.correct
@@ -183,17 +183,17 @@ class SampleBatch:
         return values.repeat_interleave(self.token_counts)
 
     def sums(self, values: Tensor) -> Tensor:
-        """The sum of every sample's tokens, [n] -> [N]."""
+        """Return the sum of every sample's tokens, [n] -> [N]."""
         if not len(self):
             return values.new_zeros(0)
         return torch.segment_reduce(values, "sum", lengths=self.token_counts, unsafe=True)
 
     def means(self, values: Tensor) -> Tensor:
-        """The mean of every sample's tokens, [n] -> [N]; 0 for an empty one."""
+        """Return the mean of every sample's tokens, [n] -> [N]; 0 for an empty one."""
         return self.sums(values) / self.token_counts.clamp(min=1)
 
     def flat_index(self, rows: Tensor) -> Tensor:
-        """Positions in the flat columns of the tokens of `rows` (int64), in their order."""
+        """Return positions in the flat columns of the tokens of `rows` (int64), in their order."""
         counts = self.token_counts[rows]
         starts = self.offsets[rows] - (counts.cumsum(0) - counts)
         every_token = torch.arange(int(counts.sum()), device=counts.device)
@@ -209,7 +209,8 @@ class SampleBatch:
     # --- parts of the batch
 
     def subset(self, rows: Tensor) -> SampleBatch:
-        """The samples `rows` (int64), with token columns in float64 and groups renumbered."""
+        """Return the samples `rows` (int64), with token columns in float64 and groups
+        renumbered."""
         _, group_ids = torch.unique(self.group_ids[rows], return_inverse=True)
         correct = self.correct
         if correct is not None:
@@ -239,7 +240,7 @@ class SampleBatch:
         )
 
     def _token_columns(self, rows: Tensor) -> dict[str, Tensor]:
-        """Token columns of the samples `rows`, floating ones in float64."""
+        """Return token columns of the samples `rows`, floating ones in float64."""
         if not self.tokens:
             return {}
         index = self.flat_index(rows)
@@ -252,7 +253,7 @@ class SampleBatch:
         return columns
 
     def group_chunks(self) -> Iterator[Tensor]:
-        """Rows (int64) of whole groups, about `CHUNK_TOKENS` tokens at a time."""
+        """Yield rows (int64) of whole groups, about `CHUNK_TOKENS` tokens at a time."""
         order = torch.argsort(self.group_ids, stable=True)
         group_tokens = torch.bincount(self.group_ids, self.token_counts).long()
         first_tokens = group_tokens.cumsum(0) - group_tokens
@@ -266,7 +267,8 @@ def _rows_of(columns: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
 
 
 def _events_of(events: Events | None, rows: Tensor, num_samples: int) -> Events | None:
-    """The events of the samples `rows` (int64), with samples renumbered as `rows` has them."""
+    """Return the events of the samples `rows` (int64), with samples renumbered as `rows` has
+    them."""
     if events is None:
         return None
     new_number = torch.full((num_samples,), -1, dtype=torch.int64)

@@ -191,7 +191,7 @@ def parse_case(document: Mapping[str, Any], *, where: str = "case") -> Case:
 
 
 def _explained(error: Mapping[str, Any]) -> tuple[str, str | None]:
-    """What pydantic found, as place and fault, and perhaps the remedy."""
+    """Return what pydantic found, as place and fault, and perhaps the remedy."""
     place = _place(error["loc"])
     if error["type"] == "value_error":
         what, remedy = _with_remedy(error["ctx"]["error"])
@@ -203,14 +203,14 @@ def _explained(error: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def _with_remedy(error: ValueError) -> tuple[str, str | None]:
-    """The message of an error of this module, and its remedy if it has one."""
+    """Return the message of an error of this module, and its remedy if it has one."""
     if len(error.args) > 1:
         return error.args[0], error.args[1]
     return error.args[0], None
 
 
 def _place(location: Sequence[int | str]) -> str:
-    """Where in the document, for example `steps[0][1].reward`."""
+    """Name the place in the document, for example `steps[0][1].reward`."""
     place = ""
     for part in location:
         if isinstance(part, int):
@@ -238,7 +238,7 @@ def _check_lengths(given: _Document) -> None:
 
 
 def _per_sample(given: _Document) -> Iterator[tuple[str, list[Any]]]:
-    """All lists with one entry per sample, by the name that the document has for them."""
+    """Yield all lists with one entry per sample, by the name that the document has for them."""
     for name, values in given:
         if isinstance(values, list):
             yield name, values
@@ -294,7 +294,8 @@ def _case(given: _Document) -> Case:
 
 
 def _columns(given: _Document, mask: Sequence[Sequence[bool]]) -> dict[str, Tensor]:
-    """Values of policy tokens by name, [n]; what is not given is that of the current policy."""
+    """Return values of policy tokens by name, [n]; what is not given is that of the current
+    policy."""
     columns = {}
     for name in ("logprobs", *_RAGGED[:-1]):
         rows = getattr(given, name)
@@ -321,7 +322,7 @@ def _check_domains(groups: Tensor, domains: Tensor) -> None:
 
 
 def _mask(given: _Document) -> list[list[bool]]:
-    """Which of all tokens are policy tokens."""
+    """Return which of all tokens are policy tokens."""
     if given.loss_mask is None:
         return [[True] * len(row) for row in given.logprobs]
     mask = []
@@ -333,12 +334,12 @@ def _mask(given: _Document) -> list[list[bool]]:
 def _flat(
     rows: Sequence[Sequence[float]], mask: Sequence[Sequence[bool]], dtype: torch.dtype
 ) -> Tensor:
-    """The policy tokens of ragged rows, one after another. [n]"""
+    """Return the policy tokens of ragged rows, one after another. [n]"""
     return torch.tensor(list(compress(chain(*rows), chain(*mask))), dtype=dtype)
 
 
 def _given_advantages(given: _Document, mask: Sequence[Sequence[bool]]) -> Advantages | None:
-    """Those of the case itself, by sample or by token."""
+    """Return the advantages that the case itself gives, by sample or by token."""
     rows: Any = given.advantages
     if rows is None:
         return None
@@ -348,7 +349,7 @@ def _given_advantages(given: _Document, mask: Sequence[Sequence[bool]]) -> Advan
 
 
 def _dropped(given: _Document, domains: Sequence[str]) -> DroppedRewards | None:
-    """Rewards of groups that the sampler did not keep."""
+    """Return rewards of groups that the sampler did not keep."""
     rewards: list[float] = []
     domain_of: list[int] = []
     for domain, values in given.dropped_rewards.items():
@@ -360,8 +361,8 @@ def _dropped(given: _Document, domains: Sequence[str]) -> DroppedRewards | None:
 
 
 def _state(given: _Document, domains: Sequence[str]) -> dict[str, Any]:
-    """What the objective learned from earlier steps: mean rewards of their groups, for the scope of
-    every domain and for that of all together."""
+    """Return what the objective learned from earlier steps: mean rewards of their groups, for the
+    scope of every domain and for that of all together."""
     state: dict[str, Any] = {}
     every_value: list[float] = []
     for domain, values in given.earlier_success.items():
@@ -408,7 +409,7 @@ def _rewards(given: _Document, size: int) -> tuple[Tensor, dict[str, Tensor], di
 def _labels(
     name: str, values: Sequence[int | str] | None, size: int
 ) -> tuple[tuple[str, ...], Tensor]:
-    """Names in order of appearance, int64 [N] of indices; numbers are indices themselves."""
+    """Return names in order of appearance, int64 [N] of indices; numbers are indices themselves."""
     if values is None:
         return ("all",), torch.zeros(size, dtype=torch.int64)
     numbers = [value for value in values if isinstance(value, int)]
@@ -425,7 +426,7 @@ def _labels(
 
 
 def _steps(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
-    """Rewards of steps, at policy tokens."""
+    """Return rewards of steps, at policy tokens."""
     if given.steps is not None and given.turns is not None:
         raise ValueError("turns and steps exclude each other")
     if given.steps is None:
@@ -436,7 +437,8 @@ def _steps(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
 def _spoilt(
     given: _Document, mask: Sequence[Sequence[bool]], turns: Events | None
 ) -> Tensor | None:
-    """Policy tokens of spoilt turns, bool [n]: those up to its end and behind the turn before."""
+    """Return policy tokens of spoilt turns, bool [n]: those up to its end and behind the turn
+    before."""
     if given.turns is None or turns is None:
         return None
     is_spoilt = [bool(turn.spoilt) for turn in chain(*given.turns)]
@@ -457,7 +459,7 @@ def _spoilt(
 
 
 def _turns(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
-    """Turns with the environment's rewards and states, at policy tokens."""
+    """Return turns with the environment's rewards and states, at policy tokens."""
     if given.turns is None:
         return None
     events = _placed("turns", given.turns, mask)
@@ -475,7 +477,7 @@ def _turns(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
 
 
 def _placed(name: str, rows: Sequence[Sequence[_Step]], mask: Sequence[Sequence[bool]]) -> Events:
-    """Steps or turns by sample; where they end is counted in policy tokens. No states.
+    """Return steps or turns by sample; where they end is counted in policy tokens. No states.
 
     Raises ValueError where one ends outside of its sample or before its first policy token."""
     samples = []

@@ -32,7 +32,7 @@ def is_custom(choice: str) -> bool:
 
 
 def function_of(axis: str, choice: str, registered: Mapping[str, Callable[..., Any]]) -> Any:
-    """The function of a choice, registered or imported.
+    """Return the function of a choice, registered or imported.
 
     Raises ConfigError where it cannot be imported."""
     if is_custom(choice):
@@ -53,7 +53,7 @@ def needs_columns(*names: str) -> Callable[[_Function], _Function]:
 
 
 def columns_of(choice: str) -> Sequence[str]:
-    """What `needs_columns` said of an advantage; nothing of a registered one."""
+    """Return what `needs_columns` said of an advantage; nothing of a registered one."""
     if not is_custom(choice):
         return ()
     return getattr(_imported("advantage", choice), "needed_columns", ())

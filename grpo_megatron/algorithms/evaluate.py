@@ -36,7 +36,8 @@ def evaluate(
     parts: Sequence[Tensor] | None = None,
     constant_length: int | None = None,
 ) -> Evaluation:
-    """Loss and gradient of all samples as one optimizer step, in micro-batches of the rows `parts`.
+    """Return the loss and gradient of all samples as one optimizer step, in micro-batches of the
+    rows `parts`.
 
     columns, [n]: logprobs, old_logprobs, rollout_logprobs; if needed ref_logprobs, entropies.
     advantages: instead of those of the objective; constant_length: tokens that
@@ -79,7 +80,7 @@ def evaluate(
 
 
 def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
-    """What `objective eval` prints: loss, its gradient by log-probs, advantages, metrics."""
+    """Return what `objective eval` prints: loss, its gradient by log-probs, advantages, metrics."""
     batch = case.batch.without_truncated(case.truncated, objective.config.overlong)
     found = evaluate(
         objective,
@@ -116,7 +117,7 @@ def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
 def batch_metrics(
     objective: Objective, batch: SampleBatch, advantages: Advantages
 ) -> dict[str, float]:
-    """Counts and advantages of the whole batch, and by domain where there are several."""
+    """Return counts and advantages of the whole batch, and by domain where there are several."""
     per_sample = advantages.values
     if advantages.per_token:
         per_sample = batch.means(per_sample)

@@ -32,11 +32,11 @@ class Groups:
         return counted.new_zeros(self.size).index_add(0, self.ids, counted)[self.ids]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over each sample's group, [N]; 0 for a group without valid samples."""
+        """Return the mean over each sample's group, [N]; 0 for a group without valid samples."""
         return self.sum(values) / self.count.clamp(min=1)
 
     def std(self, values: Tensor, kind: str) -> Tensor:
-        """Deviation in each sample's group, [N]; 0 where it is undefined.
+        """Return the deviation in each sample's group, [N]; 0 where it is undefined.
 
         kind: "sample" divides by one less than the number of samples, "population" by it."""
         centred = torch.where(self.valid, values - self.mean(values), 0.0)
@@ -55,13 +55,14 @@ class Groups:
         return torch.where(centred == 0, 0.0, centred / torch.where(std > 0, std, 1.0))
 
     def max(self, values: Tensor) -> Tensor:
-        """Largest value of each sample's group, [N]; minus infinity without valid samples."""
+        """Return the largest value of each sample's group, [N]; minus infinity without valid
+        samples."""
         start = values.new_full((self.size,), -torch.inf)
         counted = torch.where(self.valid, values, -torch.inf)
         return start.scatter_reduce(0, self.ids, counted, "amax")[self.ids]
 
     def min(self, values: Tensor) -> Tensor:
-        """Smallest value of each sample's group, [N]; infinity without valid samples."""
+        """Return the smallest value of each sample's group, [N]; infinity without valid samples."""
         return -self.max(-values)
 
     def spread(self, values: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Objective:
     earlier groups (`RunningDistribution.state`), for the adaptive subset."""
 
     def by_domain(self, name: str) -> list[Any]:
-        """The value of a setting in every domain, in their order."""
+        """Return the value of a setting in every domain, in their order."""
         values = []
         for domain in self.domains:
             config = self.config.for_domain(self.own.get(domain))
@@ -39,11 +39,11 @@ class Objective:
         return values
 
     def value(self, name: str, batch: LossBatch) -> float | Tensor:
-        """A number where all domains agree, else [n]."""
+        """Return a number where all domains agree, else [n]."""
         return _at_tokens(self.by_domain(name), batch)
 
     def deltas(self) -> list[float | None]:
-        """OPSM's threshold by domain; None: not calibrated yet."""
+        """Return OPSM's threshold by domain; None: not calibrated yet."""
         found = []
         for domain, delta in zip(self.domains, self.by_domain("opsm_delta"), strict=True):
             if delta is None:
@@ -53,7 +53,7 @@ class Objective:
 
     @property
     def exponent(self) -> float:
-        """Of lambda_grpo, as learned so far."""
+        """The exponent of lambda_grpo, as learned so far."""
         exponent: float = self.state.get("lambda", self.config.lambda_init)
         return exponent
 
@@ -69,8 +69,9 @@ class Objective:
 
 
 def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
-    """Loss of one micro-batch, a scalar with gradient, and its metrics. The weights hold the global
-    denominators (`aggregation`): losses of all micro-batches and ranks add up to the step's.
+    """Return the loss of one micro-batch, a scalar with gradient, and its metrics. The weights hold
+    the global denominators (`aggregation`): losses of all micro-batches and ranks add up to the
+    step's.
 
     Raises ConfigError where a custom clip cannot be imported or returns another shape than [n]."""
     o = objective.config
@@ -124,7 +125,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
 
 
 def _clip_inputs(objective: Objective, batch: LossBatch) -> ClipInputs:
-    """What the clip looks at, with the ratio of each token."""
+    """Return what the clip looks at, with the ratio of each token."""
     old_logprobs = batch.old_logprobs
     if objective.config.proximal == "rollout":
         old_logprobs = batch.rollout_logprobs
@@ -139,7 +140,7 @@ def _clip_inputs(objective: Objective, batch: LossBatch) -> ClipInputs:
 
 
 def _router_shift(floor: float, shift: Tensor, meter: MetricRecorder) -> Tensor:
-    """What ratios are multiplied by where routers have shifted, [n]: at least `floor`."""
+    """Return what ratios are multiplied by where routers have shifted, [n]: at least `floor`."""
     meter.mean("router_shift/mean", shift)
     meter.mean("router_shift/floored_fraction", shift < floor)
     return shift.clamp(min=floor)
@@ -148,7 +149,7 @@ def _router_shift(floor: float, shift: Tensor, meter: MetricRecorder) -> Tensor:
 def _regularised(
     objective: Objective, batch: LossBatch, losses: Tensor, log_diff: Tensor
 ) -> Tensor:
-    """Losses with what the policy gradient knows nothing of: KL, entropy, drift, LLDS. All [n].
+    """Add to the losses what is not policy gradient: KL, entropy, drift, LLDS. All [n].
 
     log_diff: `log pi_theta - log pi_old` of each token."""
     o = objective.config
@@ -174,7 +175,8 @@ _FOLLOW_RECORDED_CLIPS = ("ppo", "upper", "both", "dppo_tv", "dppo_kl", "clip_co
 def _surrogate(
     o: ObjectiveConfig, inputs: ClipInputs, batch: LossBatch, clipped: Mapping[str, Tensor]
 ) -> Tensor:
-    """What is maximised, [n]; clipped as recorded where the step is replayed."""
+    """Return the surrogate, which is maximised, [n]; clipped as recorded where the step is
+    replayed."""
     recorded = batch.replayed_masks
     if recorded is not None and "covariance" in recorded:
         inputs = replace(inputs, covariant=recorded["covariance"])
@@ -187,7 +189,7 @@ def _surrogate(
 
 
 def _preference_loss(batch: LossBatch, preference: Tensor) -> Tensor:
-    """A scalar with the value and the gradient that `preference_coefficients` fixed."""
+    """Return a scalar with the value and the gradient that `preference_coefficients` fixed."""
     coefficient, value = preference
     away = ratios.log_ratio(batch.untruncated_logprobs, _reference(batch))
     margin = ratios.segment_sum(away, batch.sample, batch.token_counts)
@@ -196,7 +198,7 @@ def _preference_loss(batch: LossBatch, preference: Tensor) -> Tensor:
 
 
 def _reference(batch: LossBatch) -> Tensor:
-    """The reference's log-probs, which `Objective.wants_reference` asks for."""
+    """Return the reference's log-probs, which `Objective.wants_reference` asks for."""
     assert batch.ref_logprobs is not None
     return batch.ref_logprobs
 
@@ -204,7 +206,7 @@ def _reference(batch: LossBatch) -> Tensor:
 def _masked_otherwise(
     batch: LossBatch, recorded: Mapping[str, Tensor], masks: Mapping[str, Tensor]
 ) -> Tensor:
-    """Tokens that would be clipped or rejected otherwise than they were recorded, bool [n]."""
+    """Return which tokens would be clipped or rejected otherwise than was recorded, bool [n]."""
     changed = torch.zeros_like(batch.logprobs, dtype=torch.bool)
     for name, now in masks.items():
         changed = changed | (now != recorded.get(name, now))
@@ -212,7 +214,7 @@ def _masked_otherwise(
 
 
 def _log_ratio(o: ObjectiveConfig, of_tokens: ClipInputs, batch: LossBatch) -> Tensor:
-    """The logarithm of the update ratio at its level, with gradient, [n]."""
+    """Return the logarithm of the update ratio at its level, with gradient, [n]."""
     log_diff = of_tokens.log_ratio
     if o.clip == "gmpo":
         log_diff = terms.gmpo_clip(of_tokens)
@@ -236,7 +238,8 @@ _NO_MISMATCH_BOUNDS = {
 def _off_policy_factor(
     objective: Objective, batch: LossBatch, stats: Stats
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """What multiplies the surrogate term, [n]; None for 1. Also who was rejected, bool [n].
+    """Return what multiplies the surrogate term, [n] (None: 1), and who was rejected, bool [n] by
+    name.
 
     `stats` keeps the distances by sample of domains whose threshold is still to be calibrated."""
     o = objective.config
@@ -262,7 +265,7 @@ def _off_policy_factor(
 
 
 def _without(factor: Tensor | None, rejected: Tensor, batch: LossBatch) -> Tensor:
-    """The factor (None: 1), and 0 for rejected tokens (bool [n]). [n]"""
+    """Return the factor (None: 1) with 0 for rejected tokens (bool [n]). [n]"""
     keep = (~rejected).to(batch.logprobs.dtype)
     if factor is None:
         return keep
@@ -270,7 +273,7 @@ def _without(factor: Tensor | None, rejected: Tensor, batch: LossBatch) -> Tenso
 
 
 def _mismatch_factor(o: ObjectiveConfig, batch: LossBatch) -> Tensor:
-    """Correction for the mismatch of trainer and engine, detached, [n]."""
+    """Return the correction for the mismatch of trainer and engine, detached, [n]."""
     inputs = MismatchInputs(
         batch.old_logprobs, batch.rollout_logprobs, batch.sample, batch.token_counts
     )
@@ -323,7 +326,7 @@ def trust_region(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor
 
 @OFF_POLICY_MASKS.register("m2po")
 def second_moment(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:
-    """Of the tokens that the step makes likelier though they already are (A > 0, r > 1), or less
+    """Among the tokens that the step makes likelier though they already are (A > 0, r > 1), or less
     likely (A < 0, r < 1), those with the largest `(log r)^2`, as many as it takes for the mean of
     the others to be `m2po_limit` at most (M2PO, arXiv:2510.01161; `algorithms.token_selection`).
     `r = pi_old / pi_engine`, over the whole optimizer step."""
@@ -353,7 +356,8 @@ def future_kl(o: ObjectiveConfig, log_ratio: Tensor, batch: LossBatch) -> Tensor
 
 
 def _with_proximal(o: ObjectiveConfig, batch: LossBatch) -> LossBatch:
-    """The batch with the old log-probs that `objective.proximal` interpolates, where it does."""
+    """Return the batch with the old log-probs that `objective.proximal` interpolates, where it
+    does."""
     if o.proximal != "interpolated":
         return batch
     staleness = batch.staleness
@@ -364,7 +368,8 @@ def _with_proximal(o: ObjectiveConfig, batch: LossBatch) -> LossBatch:
 
 
 def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
-    """Tokens with an infinite log-prob, left out, bool [n]. NaN stays: the trainer stops at it."""
+    """Leave out tokens with an infinite log-prob; returns the batch, and which these are, bool [n].
+    NaN stays: the trainer stops at it."""
     columns = {
         "logprobs": batch.logprobs,
         "old_logprobs": batch.old_logprobs,
@@ -383,8 +388,8 @@ def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
 
 
 def _without_spoilt(batch: LossBatch) -> LossBatch:
-    """Tokens of spoilt turns with weight 0 and without a gradient, which a ratio of their whole
-    sequence would give them; their values stay."""
+    """Return the batch in which tokens of spoilt turns have weight 0 and no gradient, which a ratio
+    of their whole sequence would give them; their values stay."""
     if batch.spoilt is None:
         return batch
     spoilt = batch.spoilt
@@ -400,7 +405,7 @@ def _without_spoilt(batch: LossBatch) -> LossBatch:
 
 
 def _at_tokens(values: Sequence[float], batch: LossBatch) -> float | Tensor:
-    """A number where all domains have the same, else each token's own, [n]."""
+    """Return a number where all domains have the same, else each token's own, [n]."""
     if all(value == values[0] for value in values):
         return values[0]
     by_domain = torch.tensor(values, dtype=batch.logprobs.dtype)

@@ -109,8 +109,8 @@ def pair_losses(
     rejected: Tensor,
     margins: Tensor | float = 0.0,
 ) -> Tensor:
-    """The loss of every pair but for ORPO's likelihood, [P]. chosen, rejected: scores, [P]; of
-    bradley_terry a reward model's scalars, and margins between them, [P]."""
+    """Return the loss of every pair but for ORPO's likelihood, [P]. chosen, rejected: scores, [P];
+    of bradley_terry a reward model's scalars, and margins between them, [P]."""
     beta = settings.beta
     differences = chosen - rejected
     if settings.loss == "dpo":

@@ -50,7 +50,7 @@ def sequence_geo_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Ten
 
 @RATIOS.register("turn_geo")
 def turn_geo_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
-    """As sequence_geo over the tokens of one action (GAGPO); `segment` holds turns."""
+    """Like sequence_geo, over the tokens of one action (GAGPO); `segment` holds turns."""
     return sequence_geo_ratio(log_diff, segment, counts)
 
 
@@ -90,18 +90,19 @@ def segment_sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
 
 
 def segment_mean(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
-    """Mean of the tokens of each segment, [n] -> [S]; 0 for an empty one."""
+    """Return the mean of the tokens of each segment, [n] -> [S]; 0 for an empty one."""
     return segment_sum(values, segment, counts) / counts.clamp(min=1)
 
 
 def segment_max(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
-    """Largest value of the tokens of each segment, [n] -> [S]; minus infinity for an empty one."""
+    """Return the largest value of the tokens of each segment, [n] -> [S]; minus infinity for an
+    empty one."""
     start = values.new_full((len(counts),), -torch.inf)
     return start.scatter_reduce(0, segment, values, "amax")
 
 
 def lowest_before(values: Tensor, segment: Tensor) -> Tensor:
-    """Lowest value of the tokens before each one in its segment, [n]; 0 for the first.
+    """Return the lowest value of the tokens before each one in its segment, [n]; 0 for the first.
 
     Segments follow one another. Spans are doubled, so that no length is asked of a device."""
     lowest = shifted(values, segment, 1, torch.inf)
@@ -113,8 +114,8 @@ def lowest_before(values: Tensor, segment: Tensor) -> Tensor:
 
 
 def shifted(values: Tensor, segment: Tensor, by: int, missing: float) -> Tensor:
-    """What each token finds `by` places before it in its segment, else `missing`: [n]. A negative
-    `by` looks at later tokens."""
+    """Return what each token finds `by` places before it in its segment, else `missing`: [n]. A
+    negative `by` looks at later tokens."""
     found = values.roll(by)
     places = torch.arange(len(values), device=values.device) - by
     is_inside = (places >= 0) & (places < len(values))
@@ -134,9 +135,10 @@ def discounted_from(values: Tensor, segment: Tensor, factor: float) -> Tensor:
 
 
 def interpolated(logprobs: Tensor, rollout_logprobs: Tensor, staleness: Tensor) -> Tensor:
-    """A proximal policy without a pass: `log pi_engine + a (log pi_theta - log pi_engine)` with
-    `a = (d - 1) / d` for a token that is d versions old, 0 for d = 0 (A-3PO, arXiv:2512.06547):
-    the weights one version before the present ones, if each version moved equally far.
+    """Return a proximal policy without a pass: `log pi_engine + a (log pi_theta - log pi_engine)`
+    with `a = (d - 1) / d` for a token that is d versions old, 0 for d = 0 (A-3PO,
+    arXiv:2512.06547): the weights one version before the present ones, if each version moved
+    equally far.
 
     logprobs, rollout_logprobs: [n]; staleness: int64 [n]. Detached, [n]."""
     age = staleness.to(logprobs.dtype)
@@ -156,7 +158,8 @@ def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def mismatch_weights(o: ObjectiveConfig, inputs: MismatchInputs) -> Tensor:
-    """Correction for the mismatch of trainer and engine by `objective.mismatch`, [n], detached."""
+    """Return the correction for the mismatch of trainer and engine by `objective.mismatch`, [n],
+    detached."""
     inputs = replace(inputs, old_logprobs=inputs.old_logprobs.detach())
     log_rho = bounded(inputs.old_logprobs - inputs.rollout_logprobs)
     return MISMATCH[o.mismatch](o, log_rho, inputs)

@@ -21,7 +21,7 @@ class RunningDistribution:
 
     @classmethod
     def from_state(cls, state: Sequence[Sequence[float]]) -> RunningDistribution:
-        """From what `state` returned; an empty list is nothing seen yet."""
+        """Restore what `state` returned; an empty list: nothing was seen yet."""
         pairs = np.asarray(state, np.float64).reshape(-1, 2)
         return cls(pairs[:, 0], pairs[:, 1].astype(np.int64))
 
@@ -60,7 +60,7 @@ class RunningDistribution:
         return float(below + (above - below) * (place - lower))
 
     def _merged(self, num_bins: int) -> RunningDistribution:
-        """The distribution in at most `num_bins` bins, each at its mean value."""
+        """Return the distribution in at most `num_bins` bins, each at its mean value."""
         middles = self.counts.cumsum() - self.counts / 2
         bin_of = (middles * num_bins / self.counts.sum()).astype(np.int64)
         _, place = np.unique(bin_of, return_inverse=True)

@@ -65,12 +65,12 @@ class Stats:
             self.samples[name] = values
 
     def kept_samples(self) -> dict[str, Tensor]:
-        """Values that were kept one by one, without the samples that have none."""
+        """Return values that were kept one by one, without the samples that have none."""
         return {name: values[~values.isnan()] for name, values in self.samples.items()}
 
     def result(self) -> dict[str, float]:
-        """Numbers by name: means, sums (unit "sum") as they are, maxima; what nothing was counted
-        for is left out."""
+        """Return numbers by name: means, sums (unit "sum") as they are, maxima; what nothing was
+        counted for is left out."""
         numbers = {}
         for name, (total, count) in self.means.items():
             if self.units.get(name) == "sum":
@@ -103,7 +103,7 @@ class MetricRecorder:
     def mean(
         self, name: str, values: Tensor, unit: str = "tokens", where: Tensor | None = None
     ) -> None:
-        """Mean of `values` ([n] or [S] by unit), of those with `where` only."""
+        """Record the mean of `values` ([n] or [S] by unit), of those with `where` only."""
         values = values.detach().double()
         counts = torch.ones_like(values)
         if where is not None:
@@ -119,7 +119,7 @@ class MetricRecorder:
             self.stats.mean(f"{name}@{label}", total, count, unit)
 
     def maximum(self, name: str, values: Tensor) -> None:
-        """Maximum of `values`, [n]."""
+        """Record the maximum of `values`, [n]."""
         self.stats.maximum(name, values)
         for number, label in enumerate(self._domains):
             here = self._is_of_domain["tokens"][number]
@@ -167,22 +167,23 @@ def measure(
 
 
 def _measure_mask(meter: MetricRecorder, name: str, mask: Tensor, batch: LossBatch) -> None:
-    """The share of tokens under a mask, bool [n], and of samples with such a token."""
+    """Measure the share of tokens under a mask, bool [n], and of samples with such a token."""
     meter.mean(f"{name}_fraction", mask)
     of_samples = segment_sum(mask.float(), batch.sample, batch.token_counts) > 0
     meter.mean(f"{name}_sample_fraction", of_samples, "samples")
 
 
 def measure_kl(meter: MetricRecorder, area: str, logprobs: Tensor, other: Tensor) -> None:
-    """KL(policy || other) of the policy's samples, [n]; fp32 could not resolve a small k3."""
+    """Measure KL(policy || other) of the policy's samples, [n]; fp32 could not resolve a small
+    k3."""
     difference = (other - logprobs).double()
     meter.mean(f"{area}/k1", -difference)
     meter.mean(f"{area}/k3", torch.expm1(bounded(difference)) - difference)
 
 
 def measure_move(meter: MetricRecorder, area: str, log_diff: Tensor, advantages: Tensor) -> None:
-    """The old policy against the new one, and by how much right and wrong answers became likelier,
-    which falls below 0 for right ones in lazy likelihood displacement (arXiv:2512.04220).
+    """Measure the old policy against the new one, and by how much right and wrong answers became
+    likelier, which falls below 0 for right ones in lazy likelihood displacement (arXiv:2512.04220).
     log_diff: [n], new less old."""
     meter.mean(f"{area}/k1", -log_diff)
     meter.mean(f"{area}/k2", log_diff**2 / 2)
@@ -205,7 +206,7 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _mismatch(meter: MetricRecorder, batch: LossBatch) -> None:
-    """How far trainer and engine are apart on the same tokens, from the engine's samples:
+    """Measure how far trainer and engine are apart on the same tokens, from the engine's samples:
     k1 and k3 estimate KL(engine || trainer), chi2 is `E[rho^2] - 1`."""
     measure_kl(meter, "mismatch", batch.rollout_logprobs, batch.old_logprobs.detach())
     difference = (batch.old_logprobs.detach() - batch.rollout_logprobs).double()

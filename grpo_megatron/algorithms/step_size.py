@@ -20,7 +20,8 @@ def effective_share(batch: SampleBatch, rows: Tensor) -> float:
 
 
 def rate_factor(o: ObjectiveConfig, share: float) -> float:
-    """What the learning rate of a step is multiplied by, at most 1. share: `effective_share`."""
+    """Return what the learning rate of a step is multiplied by, at most 1. share:
+    `effective_share`."""
     if o.ess_scaling == "none":
         return 1.0
     relative = min(share / o.ess_reference, 1.0)

@@ -111,7 +111,7 @@ def dppo_tv(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 @CLIPS.register("dppo_kl")
 def dppo_kl(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
-    """As dppo_tv, by `KL(pi_old || pi_theta)` of the token against all others."""
+    """Like dppo_tv, by `KL(pi_old || pi_theta)` of the token against all others."""
     return _within_trust_region(o, inputs)
 
 
@@ -135,8 +135,9 @@ def _within_trust_region(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 @CLIPS.register("clip_cov")
 def clip_cov(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
-    """As ppo, and 0 for tokens that were chosen by the covariance of their log-prob and advantage,
-    against the collapse of entropy (Clip-Cov, arXiv:2505.22617; `algorithms.token_selection`)."""
+    """Like ppo, and 0 for tokens that were chosen by the covariance of their log-prob and
+    advantage, against the collapse of entropy (Clip-Cov, arXiv:2505.22617;
+    `algorithms.token_selection`)."""
     assert inputs.covariant is not None  # see `LossConstants.covariant`
     return torch.where(inputs.covariant, 0.0, ppo(o, inputs))
 
@@ -166,8 +167,8 @@ def gmpo_clip(inputs: ClipInputs) -> Tensor:
 
 
 def clip_status(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
-    """Where the clip removes the gradient (cispo, topr: bounds the weight; kl_cov: penalises), bool
-    [n] by name.
+    """Return where the clip removes the gradient (cispo, topr: bounds the weight; kl_cov:
+    penalises), bool [n] by name.
 
     Names are "low", "high", "dual" and "covariance"; nothing for a clip without a status. A token
     with A = 0 has none of the first three, nor one with A > 0 for topr. For gmpo,
@@ -223,7 +224,7 @@ def _divergence_of_token(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 def clipped_as(recorded: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> Tensor:
-    """Who was clipped on any side, as recorded, else by the present `status`. bool [n]"""
+    """Return who was clipped on any side, as recorded, else by the present `status`. bool [n]"""
     of_sides = [recorded.get(side, now) for side, now in status.items()]
     return torch.stack(of_sides).any(0)
 

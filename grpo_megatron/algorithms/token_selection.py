@@ -20,7 +20,8 @@ the same policy behind their prompt, and each layout computes it a little differ
 
 
 def low_entropy_tokens(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> Tensor:
-    """Tokens below the `1 - top_entropy_share` quantile of entropy, bool [n] (arXiv:2506.01939).
+    """Return tokens below the `1 - top_entropy_share` quantile of entropy, bool [n]
+    (arXiv:2506.01939).
 
     The quantile is of the samples `rows` (int64), linear between neighbours; tokens at it keep the
     surrogate, so equal entropies all do (`EQUAL_WITHIN`)."""
@@ -36,12 +37,12 @@ def low_entropy_tokens(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> 
 def covariant_tokens(
     o: ObjectiveConfig, batch: SampleBatch, advantages: Advantages, rows: Tensor
 ) -> Tensor:
-    """Tokens that Clip-Cov or KL-Cov treats apart, bool [n] (arXiv:2505.22617).
+    """Return tokens that Clip-Cov or KL-Cov treats apart, bool [n] (arXiv:2505.22617).
 
     The covariance of a token is `(log pi_old - mean) (A - mean)`, means over the tokens of the
-    samples `rows` (int64). kl_cov takes the `covariance_share` of tokens with the highest;
-    clip_cov as many at random from those between `covariance_min` and `covariance_max`. Ties, and
-    chance, are decided by a hash of sample and place."""
+    samples `rows` (int64). kl_cov takes the `covariance_share` of tokens with the highest; clip_cov
+    as many at random from those between `covariance_min` and `covariance_max`. Ties, and chance,
+    are decided by a hash of sample and place."""
     of_tokens = _at_tokens(batch, advantages)
     logprobs = batch.tokens["old_logprobs"].double()
     chance = _hash_of_tokens(batch)
@@ -67,7 +68,7 @@ def covariant_tokens(
 def outlying_tokens(
     o: ObjectiveConfig, batch: SampleBatch, advantages: Advantages, rows: Tensor
 ) -> Tensor:
-    """Tokens that M2PO leaves out, bool [n] (arXiv:2510.01161): those with the largest
+    """Return tokens that M2PO leaves out, bool [n] (arXiv:2510.01161): those with the largest
     `(log pi_old - log pi_engine)^2` among the tokens of the samples `rows` (int64) whose ratio has
     already gone where the advantage pushes, until the mean of the others is `m2po_limit` at most.
 
@@ -91,14 +92,15 @@ def outlying_tokens(
 
 
 def _at_tokens(batch: SampleBatch, advantages: Advantages) -> Tensor:
-    """The advantage of every token, float64 [n]."""
+    """Return the advantage of every token, float64 [n]."""
     if advantages.per_token:
         return advantages.values.double()
     return batch.to_tokens(advantages.values.double())
 
 
 def _tokens_of_scopes(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> list[Tensor]:
-    """Places of the tokens of the samples `rows` in each scope that has any, int64 [n of it]."""
+    """Return places of the tokens of the samples `rows` in each scope that has any, int64 [n of
+    it]."""
     scopes = batch.scopes(o.statistics_scope)[rows]
     found = []
     for scope in scopes.unique():
@@ -109,14 +111,15 @@ def _tokens_of_scopes(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> l
 
 
 def _hash_of_tokens(batch: SampleBatch) -> np.ndarray:
-    """A random number for every token, uint64 [n]: equal in every layout, order and replay."""
+    """Return a random number for every token, uint64 [n]: equal in every layout, order and
+    replay."""
     sample = batch.to_tokens(batch.sample_ids).numpy().astype(np.uint64)
     place = batch.positions().numpy().astype(np.uint64)
     return _mixed(_mixed(sample) ^ place)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele et al., 2014), uint64 [n]."""
+    """Return the finalizer of SplitMix64 (Steele et al., 2014), uint64 [n]."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

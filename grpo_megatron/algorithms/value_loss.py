@@ -43,8 +43,8 @@ _NO_VARIANCE = 1e-12
 
 
 def measured(targets: ValueTargets) -> dict[str, float]:
-    """Metrics of a step's values and returns, from before its first update, over the tokens that
-    count; equal on all ranks. Empty where none does."""
+    """Return metrics of a step's values and returns, from before its first update, over the tokens
+    that count; equal on all ranks. Empty where none does."""
     if not bool(targets.is_counted.any()):
         return {}
     returns = targets.returns[targets.is_counted]

@@ -49,8 +49,8 @@ class ExpertLoads:
         return ExpertLoads(self.prompts[samples], self.completions[samples], self.ranks_per_group)
 
     def of_unit(self, samples: np.ndarray) -> np.ndarray:
-        """Of samples, int64 [S], that share their prompt, which counts once; [L, R]. Sequences of
-        an episode share what they begin with."""
+        """Return the loads of samples, int64 [S], that share a prompt, which counts once; [L, R].
+        Sequences of an episode share their beginning likewise."""
         loads: np.ndarray = self.prompts[samples[0]] + self.completions[samples].sum(0)
         return loads
 
@@ -139,7 +139,8 @@ class _Search:
         self.random = np.random.default_rng(0)
 
     def _cost_of_a_choice(self) -> float:
-        """Of one more choice on the fullest rank of a layer, for the mean of all groups."""
+        """Return the cost of one more choice on the fullest rank of a layer, as the mean over all
+        groups."""
         num_groups = len(self.crowded)
         even = self.crowded.mean(-1).sum() / num_groups
         if even == 0:
@@ -149,7 +150,8 @@ class _Search:
 
     @property
     def duration(self) -> float:
-        """Of the step."""
+        """Return what the step costs: the longest micro-batches of all ranks, and the crowded
+        experts."""
         return float(self.cost.max(0).sum() + self.weight * self.crowded.max(-1).sum())
 
     def exchange(self) -> None:
@@ -217,7 +219,7 @@ class _Search:
         return gains
 
     def _cost_after(self, unit: int, moves: _Moves, number: int) -> float:
-        """How much longer ranks would compute besides."""
+        """Return how much longer ranks would compute besides."""
         if moves.sizes[number] > self.max_tokens:
             return np.inf
         places = np.unique([self.place[unit], moves.place[number]])

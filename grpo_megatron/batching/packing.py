@@ -147,7 +147,7 @@ def _with_even_experts(
 
 
 def _sizes_together(paths: SamplePaths, episodes: Sequence[np.ndarray]) -> np.ndarray:
-    """Tokens of each episode, int64, of which those that its samples share count once."""
+    """Return tokens of each episode, int64, of which those that its samples share count once."""
     sizes = np.empty(len(episodes), np.int64)
     for number, rows in enumerate(episodes):
         if len(rows) == 1:
@@ -199,7 +199,7 @@ class _UnitPlan:
 
     @property
     def total_cost(self) -> float:
-        """Of all units."""
+        """The cost of all units."""
         return sum(unit.cost for unit in self.units)
 
     @cached_property
@@ -281,7 +281,8 @@ def _unit(paths: SamplePaths, episodes: Sequence[np.ndarray], max_tokens: int) -
 
 
 def _units_apart(lengths: np.ndarray, episodes: Sequence[np.ndarray]) -> list[_Unit]:
-    """One unit for each episode, of samples of so many tokens, int64 [N], that share nothing."""
+    """Return one unit for each episode, of samples of so many tokens, int64 [N], that share
+    nothing."""
     costs = sample_costs(lengths)
     units = []
     for rows in episodes:
@@ -342,8 +343,8 @@ def _parts_of(
 def _behind_first(
     paths: SamplePaths, family: Sequence[np.ndarray], first: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of episodes that begin with the same piece, of `first` tokens: their tokens behind it,
-    int64, what these take of a micro-batch, int64, and their cost, float64."""
+    """Return what episodes that begin with the same piece, of `first` tokens, have behind it: their
+    tokens, int64, the tokens that these take of a micro-batch, int64, and their cost, float64."""
     if all(len(rows) == 1 for rows in family):
         totals = paths.totals[np.concatenate(family)]
         keys_of = np.ceil(totals * KEY_SHARE).astype(np.int64)
@@ -365,9 +366,8 @@ def _behind_first(
 def _level(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, num_bins: int, capacity: int
 ) -> list[np.ndarray] | None:
-    """Samples in `order` into the cheapest bin with room; None when some sample finds no room.
-
-    Returns sample rows by bin, int64, ascending."""
+    """Put the samples, in `order`, into the cheapest bins with room. Returns sample rows by bin,
+    int64, ascending; None when some sample finds no room."""
     cheapest_first = [(0.0, number) for number in range(num_bins)]  # a heap: cost, bin
     used = [0] * num_bins
     rows: list[list[int]] = [[] for _ in range(num_bins)]

@@ -53,7 +53,7 @@ class SamplePaths:
 
     @classmethod
     def without_sharing(cls, lengths: np.ndarray) -> SamplePaths:
-        """Samples of so many tokens, int64 [N], none of them shared."""
+        """Return samples of so many tokens, int64 [N], none of them shared."""
         column = np.asarray(lengths, np.int64)[:, None]
         return cls.of_pieces(np.arange(len(column))[:, None], column)
 
@@ -88,8 +88,8 @@ class SamplePaths:
         return int(lengths.sum())
 
     def distinct_pieces(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the pieces that some samples have, int64 [S]: their tokens, and how many tokens are
-        before them; int64 both, in the order of their numbers."""
+        """Return, for the pieces of some samples (int64 [S]), how many tokens each piece has and
+        how many tokens are before it; int64 both, in the order of the pieces' numbers."""
         lengths = self.lengths[samples]
         before = np.cumsum(lengths, axis=1) - lengths
         _, firsts = np.unique(self.pieces[samples], return_index=True)
@@ -98,7 +98,7 @@ class SamplePaths:
         return own[has_tokens], before.ravel()[firsts][has_tokens]
 
     def by_episode(self) -> list[np.ndarray]:
-        """The samples of every episode, int64, ascending, in order of appearance."""
+        """Return the samples of every episode, int64, ascending, in order of appearance."""
         starts = np.flatnonzero(np.diff(self.episodes)) + 1
         return np.split(np.arange(len(self.episodes)), starts)
 

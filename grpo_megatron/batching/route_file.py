@@ -61,8 +61,8 @@ def write_routes(
 def _parts(
     groups: Sequence[RolloutGroup[Completion]], shape: RouteShape, prompt_part: list[int]
 ) -> Iterator[np.ndarray]:
-    """The parts of a file in order, [tokens, layers, experts]; which prompt part of its group each
-    sample has is appended to `prompt_part`."""
+    """Yield the parts of a file in order, [tokens, layers, experts]; which prompt part of its group
+    each sample has is appended to `prompt_part`."""
     for group in groups:
         prompts, part_of_sample = _distinct_prompts(group, shape)
         prompt_part += part_of_sample
@@ -74,7 +74,7 @@ def _parts(
 
 
 def _blocks(parts: Iterable[np.ndarray]) -> Iterator[bytes]:
-    """Parts [tokens, layers, experts] layer by layer, in blocks; the last one is shorter."""
+    """Yield parts [tokens, layers, experts] layer by layer, in blocks; the last one is shorter."""
     data = bytearray()
     for part in parts:
         data += np.ascontiguousarray(part.transpose(1, 0, 2)).tobytes()
@@ -86,7 +86,7 @@ def _blocks(parts: Iterable[np.ndarray]) -> Iterator[bytes]:
 
 
 def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.ndarray:
-    """Routes of rows [start, end), [tokens, layers, experts]; zeros where there are none."""
+    """Return routes of rows [start, end), [tokens, layers, experts]; zeros where there are none."""
     if completion.routes is None:
         return np.zeros((end - start, len(shape.layers), shape.experts_per_token), shape.dtype)
     _, num_layers, num_experts = completion.routes.shape
@@ -103,7 +103,7 @@ def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.
 def _distinct_prompts(
     group: RolloutGroup[Completion], shape: RouteShape
 ) -> tuple[list[np.ndarray], list[int]]:
-    """The different prompt routes of a group, and which each sample has."""
+    """Return the different prompt routes of a group, and which each sample has."""
     parts: list[np.ndarray] = []
     part_of_sample = []
     for completion in group.completions:
@@ -116,7 +116,7 @@ def _distinct_prompts(
 
 
 def _place_of(ids: np.ndarray, parts: Sequence[np.ndarray]) -> int:
-    """Where in `parts` the same ids are; their number where nowhere."""
+    """Return where in `parts` the same ids are; their number where nowhere."""
     for number, part in enumerate(parts):
         if np.array_equal(part, ids):
             return number
@@ -124,7 +124,7 @@ def _place_of(ids: np.ndarray, parts: Sequence[np.ndarray]) -> int:
 
 
 def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, int, int]]:
-    """Spans of rows (first, end, version) without a route of the version that used them."""
+    """Yield spans of rows (first, end, version) without a route of the version that used them."""
     exception = _exceptions_by_row(completion, num_prompt)
     firsts = np.flatnonzero(np.diff(exception, prepend=np.iinfo(np.int32).min))
     ends = [*firsts[1:], len(exception)]
@@ -134,8 +134,8 @@ def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, 
 
 
 def _exceptions_by_row(completion: Completion, num_prompt: int) -> np.ndarray:
-    """Which version routed each row where it is not the one that used it, int64; else a number that
-    is no version."""
+    """Return which version routed each row where it is not the one that used it, int64; else a
+    number that is no version."""
     num_rows = num_routed(completion, num_prompt)
     sampled_by = np.zeros(num_rows, np.int64)
     if completion.versions:
@@ -150,7 +150,7 @@ def _exceptions_by_row(completion: Completion, num_prompt: int) -> np.ndarray:
 
 
 def num_routed(completion: Completion, num_prompt: int) -> int:
-    """How many rows of a sample may have a route: all but the last."""
+    """Return how many rows of a sample may have a route: all but the last."""
     return num_prompt + len(completion.token_ids) - 1
 
 
@@ -203,7 +203,7 @@ class RouteFile:
         self._sample_start = prompts + samples
 
     def read(self, sample: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Routes of a sample in some `layers`, which are positions in `shape.layers`.
+        """Return routes of a sample in some `layers`, which are positions in `shape.layers`.
 
         Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
         prompt_ids, prompt_status = self._part(
@@ -238,7 +238,7 @@ class RouteFile:
     def _part(
         self, start: int, tokens: int, layers: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `read`, of the part of `tokens` rows that begins at byte `start`."""
+        """Read as `read` does, but only the part of `tokens` rows that begins at byte `start`."""
         size = int(self.shape.num_bytes(tokens)) // max(len(self.shape.layers), 1)
         row = self.shape.experts_per_token * self.shape.dtype.itemsize
         ids = np.zeros((len(layers), tokens, self.shape.experts_per_token), self.shape.dtype)

@@ -73,7 +73,8 @@ def fork_columns(
     *,
     with_routes: bool,
 ) -> dict[str, np.ndarray]:
-    """What later sequences of episodes share with those before; no columns where all are single.
+    """Return what later sequences of episodes share with those before; no columns where all are
+    single.
 
     places: as of `ShardOrder`; prompts, completions: of every sample of the shard."""
     if all(len(of_episode) == 1 for of_episode in places):
@@ -104,7 +105,7 @@ def _fork(
     tokens: Sequence[np.ndarray],
     routed: Sequence[tuple[Completion, int]] | None,
 ) -> Fork:
-    """What sequence `number` of an episode shares with an earlier one, by its number there.
+    """Return what sequence `number` of an episode shares with an earlier one, by its number there.
 
     tokens: of prompt and response, by sequence; routed: response and length of the prompt, where
     routes must be the same, too."""
@@ -130,7 +131,7 @@ def _fork(
 
 
 def _num_equal_tokens(one: np.ndarray, other: np.ndarray) -> int:
-    """With how many equal tokens two sequences begin, int32 both."""
+    """Count the equal tokens with which two sequences begin, int32 both."""
     num_compared = min(len(one), len(other))
     differs = one[:num_compared] != other[:num_compared]
     if not differs.any():

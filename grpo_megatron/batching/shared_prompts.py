@@ -108,7 +108,7 @@ class _PieceTree:
         return upper
 
     def paths(self, leaves: list[int], episodes: np.ndarray) -> SamplePaths:
-        """The pieces of samples that end with `leaves`. episodes: int64 [N]."""
+        """Return the pieces of samples that end with `leaves`. episodes: int64 [N]."""
         found = [self._path(leaf) for leaf in leaves]
         depth = max(len(path) for path in found)
         pieces = np.full((len(found), depth), len(self._lengths), np.int64)
@@ -119,7 +119,7 @@ class _PieceTree:
         return SamplePaths.of_pieces(pieces, lengths, episodes)
 
     def _path(self, leaf: int) -> list[int]:
-        """The pieces up to one, from the first."""
+        """Return the pieces up to one, from the first."""
         path = []
         piece = leaf
         while piece != _NO_PARENT:

@@ -102,7 +102,7 @@ class StoredShard:
         self._places = report.sequences
 
     def completions(self) -> list[StoredCompletion]:
-        """All completions, in order, with their earlier sequences."""
+        """Return all completions, in order, with their earlier sequences."""
         samples = self._sequences()
         if self._places is None:
             return samples
@@ -113,7 +113,7 @@ class StoredShard:
         return found
 
     def _sequences(self) -> list[StoredCompletion]:
-        """All samples, in order."""
+        """Return all samples, in order."""
         texts = str(_texts_file(self.path))
         found = []
         token = 0
@@ -148,8 +148,8 @@ class StoredShard:
     def groups(
         self, prompts: Sequence[Prompt], sizes: Sequence[int], replicas: Sequence[int]
     ) -> list[RolloutGroup[StoredCompletion]]:
-        """The completions as groups of these prompts, sizes and engines, in the order in which they
-        were written."""
+        """Return the completions as groups of these prompts, sizes and engines, in the order in
+        which they were written."""
         left = iter(self.completions())
         groups = []
         for prompt, size, replica in zip(prompts, sizes, replicas, strict=True):
@@ -270,14 +270,14 @@ def _known(value: float) -> float | None:
 
 
 def _number(value: float | None) -> float:
-    """What `_known` was given."""
+    """Return what `_known` was given."""
     if value is None:
         return math.nan
     return value
 
 
 def _column_start(path: Path, name: str) -> int:
-    """Where a column begins in a safetensors file, in bytes."""
+    """Return where a column begins in a safetensors file, in bytes."""
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_size))

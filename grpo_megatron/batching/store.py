@@ -109,8 +109,8 @@ def finish_step(
     """Write the training rows and the manifest, then give the directory its final name.
 
     components: rewards by component, float64 [N], NaN where skipped; steps: rewards of single
-    steps, as row, last completion token of the step, reward; teacher_logprobs: by
-    `served_teachers`."""
+    steps, as (row, last completion token of the step, reward); teacher_logprobs: as
+    `served_teachers` gives them."""
     working = directory.with_name(directory.name + ".tmp")
     columns: dict[str, np.ndarray] = {}
     for name, dtype in _ROW_COLUMNS.items():
@@ -219,7 +219,7 @@ class SampleTable:
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """Of every episode its first row, int64 [M]."""
+        """The first row of every episode, int64 [M]."""
         return np.flatnonzero(np.diff(self.episode, prepend=-1))
 
     @cached_property
@@ -228,14 +228,14 @@ class SampleTable:
         return np.bincount(self.episode, self.policy_lengths, len(self.first_rows)).astype(np.int64)
 
     def _shard(self, number: int) -> dict[str, np.ndarray]:
-        """The columns of a shard, which are mapped once."""
+        """Return the columns of a shard, which are mapped once."""
         if number not in self._shards:
             entry = self.manifest.shards[number]
             self._shards[number] = read_columns(self.directory / entry.name)
         return self._shards[number]
 
     def _route_file(self, number: int) -> RouteFile | None:
-        """The routes of a shard, which are mapped once; None where none were recorded."""
+        """Return the routes of a shard, which are mapped once; None where none were recorded."""
         if number not in self._routes:
             entry = self.manifest.shards[number]
             found = None
@@ -246,7 +246,8 @@ class SampleTable:
         return self._routes[number]
 
     def _of_shards(self, column: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
-        """Of every sample what `column` gives for all samples of a shard, int64 [N]."""
+        """Collect a column of all samples, int64 [N]. column: computes it for all samples of one
+        shard."""
         found = np.empty(len(self), np.int64)
         for number in range(len(self.manifest.shards)):
             rows = self.shard == number
@@ -254,7 +255,7 @@ class SampleTable:
         return found
 
     def prompt_ids(self, row: int) -> np.ndarray:
-        """Token ids of a sample's prompt, int32 [T_p]."""
+        """Return token ids of a sample's prompt, int32 [T_p]."""
         columns = self._shard(int(self.shard[row]))
         group = columns["group"][self.index[row]]
         start, end = columns["prompt_offsets"][group : group + 2]
@@ -262,7 +263,7 @@ class SampleTable:
         return ids
 
     def images(self, row: int) -> tuple[PromptImage, ...]:
-        """The images of a sample's prompt, in the order of their places."""
+        """Return the images of a sample's prompt, in the order of their places."""
         columns = self._shard(int(self.shard[row]))
         if "image_offsets" not in columns:
             return ()
@@ -298,13 +299,13 @@ class SampleTable:
         return (int(self.shard[row]), *file.prompt_key(int(self.index[row])))
 
     def _at(self, row: int, offsets: str) -> tuple[Mapping[str, np.ndarray], int, int]:
-        """The columns of a sample's shard, and where in them it is."""
+        """Return the columns of a sample's shard, and where in them the sample begins and ends."""
         columns = self._shard(int(self.shard[row]))
         index = self.index[row]
         return columns, *columns[offsets][index : index + 2]
 
     def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [T] and behaviour log-probs float32 [T], NaN at tokens of the
+        """Return token ids int32 [T] and behaviour log-probs float32 [T], NaN at tokens of the
         environment."""
         columns, start, end = self._at(row, "completion_offsets")
         return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
@@ -316,7 +317,7 @@ class SampleTable:
         return any("turn_offsets" in self._shard(number) for number in numbers)
 
     def spoilt_tokens(self, row: int) -> np.ndarray:
-        """Which of the tokens that the policy sampled are of a spoilt turn, bool [n of it]."""
+        """Return which of the tokens that the policy sampled are in a spoilt turn, bool [n]."""
         turns = self.turns(row)
         if not turns:
             return np.zeros(int(self.policy_lengths[row]), bool)
@@ -324,8 +325,8 @@ class SampleTable:
         return np.repeat([turn.spoilt for turn in turns], sizes)
 
     def too_old_tokens(self, row: int) -> np.ndarray:
-        """Which of the tokens that the policy sampled are of weights before the manifest's
-        `oldest_trained`, bool [n of it]."""
+        """Return which of the tokens that the policy sampled are of weights before the manifest's
+        `oldest_trained`, bool [n]."""
         oldest = self.manifest.oldest_trained
         if oldest is None:
             return np.zeros(int(self.policy_lengths[row]), bool)
@@ -333,13 +334,13 @@ class SampleTable:
         return np.asarray(versions < oldest)
 
     def tokens_without_loss(self, row: int) -> np.ndarray:
-        """Which of the tokens that the policy sampled are spoilt or too old, bool [n of it]."""
+        """Return which of the tokens that the policy sampled are spoilt or too old, bool [n]."""
         found: np.ndarray = self.spoilt_tokens(row) | self.too_old_tokens(row)
         return found
 
     def without_loss(self, rows: np.ndarray) -> np.ndarray | None:
-        """`tokens_without_loss` of some rows, int64, one after another, bool [n of them]; None
-        where all have a loss."""
+        """Return `tokens_without_loss` of the rows (int64), one after another, bool [n of all];
+        None where every token has a loss."""
         if not self.has_turns and self.manifest.oldest_trained is None:
             return None
         parts = [self.tokens_without_loss(row) for row in rows.tolist()]
@@ -367,7 +368,8 @@ class SampleTable:
         return tuple(turns)
 
     def fork(self, row: int) -> Fork | None:
-        """What a sequence shares with an earlier row of its episode; None for the first one."""
+        """Return what a sequence shares with an earlier row of its episode; None for the first
+        one."""
         first_row = int(self.first_rows[self.episode[row]])
         columns = self._shard(int(self.shard[row]))
         if row == first_row or "fork_after" not in columns:
@@ -381,24 +383,25 @@ class SampleTable:
         return Fork(NO_SEQUENCE, 0, is_cut)
 
     def of_episodes(self, column: np.ndarray) -> np.ndarray:
-        """Take what is decided of samples by episode. column: [N], equal in rows of an episode;
-        returns [M]."""
+        """Reduce a column over rows to one over episodes. column: [N], equal in all rows of an
+        episode; returns [M]."""
         found: np.ndarray = column[self.first_rows]
         return found
 
     def rows_of(self, episodes: np.ndarray) -> np.ndarray:
-        """The rows of some episodes, int64, ascending."""
+        """Return the rows of some episodes, int64, ascending."""
         return np.flatnonzero(np.isin(self.episode, episodes))
 
     def policy_places(self, row: int) -> np.ndarray:
-        """Where in a completion the tokens are that the policy sampled, int64 [n of it]."""
+        """Return where in a completion the tokens are that the policy sampled, int64 [n]."""
         num_tokens = int(self.completion_lengths[row])
         if self.policy_lengths[row] == num_tokens:
             return np.arange(num_tokens)
         return np.flatnonzero(policy_mask(self.turns(row), num_tokens))
 
     def policy_tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of the tokens that the policy sampled: ids int32, and behaviour log-probs float32."""
+        """Return the tokens that the policy sampled: ids int32 [n], and behaviour log-probs float32
+        [n]."""
         token_ids, logprobs = self.completion(row)
         if self.policy_lengths[row] == len(token_ids):
             return token_ids, logprobs
@@ -406,7 +409,7 @@ class SampleTable:
         return token_ids[places], logprobs[places]
 
     def kept(self, row: int) -> SamplingMask | None:
-        """What truncated sampling kept at every completion token; None: everything."""
+        """Return what truncated sampling kept at every completion token; None: everything."""
         columns, start, end = self._at(row, "completion_offsets")
         if "kept_ids" not in columns:
             return None
@@ -414,7 +417,7 @@ class SampleTable:
         return SamplingMask(columns["kept_ids"][offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def all_policy_ids(self) -> np.ndarray:
-        """Policy tokens of all samples, flat, int64 [n]."""
+        """Return policy tokens of all samples, flat, int64 [n]."""
         parts = []
         for row in range(len(self)):
             token_ids, _ = self.policy_tokens(row)
@@ -422,21 +425,22 @@ class SampleTable:
         return concatenate(parts, np.int64)
 
     def versions(self, row: int) -> np.ndarray:
-        """Weight version of every completion token, int32 [T]; where it is the environment's, of
-        the weights that read it."""
+        """Return the weight version of every completion token, int32 [T]; for a token of the
+        environment, of the weights that read it."""
         columns, first, last = self._at(row, "span_offsets")
         lengths = columns["span_end"][first:last] - columns["span_start"][first:last]
         return np.repeat(columns["span_version"][first:last], lengths)
 
     @property
     def route_shapes(self) -> list[RouteShape]:
-        """Of the shards with routes; empty: nothing was recorded."""
+        """The route shapes of the shards that have routes; empty: nothing was recorded."""
         return [entry.routes for entry in self.manifest.shards if entry.routes is not None]
 
     def routes(
         self, row: int, layers: Sequence[int], shape: RouteShape
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
+        """Return experts of a sample's tokens in some layers (numbers from 0) of a model of
+        `shape`.
 
         Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
         file = self._route_file(int(self.shard[row]))
@@ -454,19 +458,19 @@ class SampleTable:
 
 
 def _prompt_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Tokens of the prompt of every sample of a shard, int64."""
+    """Return tokens of the prompt of every sample of a shard, int64."""
     of_groups = np.diff(shard["prompt_offsets"])
     lengths: np.ndarray = of_groups[shard["group"]]
     return lengths
 
 
 def _completion_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Tokens of every completion of a shard, int64."""
+    """Return tokens of every completion of a shard, int64."""
     return np.diff(shard["completion_offsets"])
 
 
 def _policy_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Tokens of every completion of a shard that the policy sampled, int64."""
+    """Return tokens of every completion of a shard that the policy sampled, int64."""
     lengths = _completion_lengths(shard)
     if "turn_offsets" not in shard:
         return lengths
@@ -478,7 +482,7 @@ def _policy_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _state_text(shard: Mapping[str, np.ndarray], number: int) -> str:
-    """The state of a number; "" where it is not known."""
+    """Return the state with a number; "" where it is not known."""
     if number == UNKNOWN_STATE:
         return ""
     start, end = shard["state_offsets"][number : number + 2]
@@ -487,7 +491,8 @@ def _state_text(shard: Mapping[str, np.ndarray], number: int) -> str:
 
 
 def _numbered_episodes(numbers: np.ndarray, directory: Path) -> np.ndarray:
-    """Episodes as numbers without gaps, in the order of rows. DataError: rows are apart."""
+    """Return the episodes as numbers without gaps, in the order of rows. Raises DataError where
+    rows of an episode are apart."""
     starts = np.diff(numbers, prepend=UNKNOWN) != 0
     if starts.sum() != len(np.unique(numbers)):
         raise DataError(

@@ -97,7 +97,8 @@ def _show_domain(
 
 
 def _text_only(domain: DomainConfig, problems: Sequence[Problem]) -> list[Prompt]:
-    """By a plain template; of a chat template that is not there, the messages that it would get."""
+    """Render problems by a plain template; for a chat template that is not there, show the messages
+    that it would get."""
     prompts = []
     for problem in problems:
         if domain.template == CHAT:

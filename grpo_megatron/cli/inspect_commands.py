@@ -321,7 +321,7 @@ def _number(name: str, number: float) -> str:
 
 
 def format_size(num_bytes: float) -> str:
-    """In GiB or MiB, for a person."""
+    """Write a size in GiB or MiB."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.1f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"

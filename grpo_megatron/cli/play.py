@@ -294,7 +294,7 @@ class _Watched:
         self._table = table
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
-        """As of `Environment`; EpisodeError where it cannot begin."""
+        """See `Environment`. Raises EpisodeError where the episode cannot begin."""
         try:
             observation = await self._inner.reset(problem, seed)
         except Unscorable as error:
@@ -309,7 +309,7 @@ class _Watched:
         return observation
 
     async def step(self, reply: Reply) -> Step:
-        """As of `Environment`."""
+        """See `Environment`."""
         try:
             step = await self._inner.step(reply)
         except Unscorable as error:
@@ -320,5 +320,5 @@ class _Watched:
         return step
 
     async def close(self) -> None:
-        """As of `Environment`."""
+        """See `Environment`."""
         await self._inner.close()

@@ -119,7 +119,8 @@ def _amounts(found: Prediction) -> dict[str, str]:
 
 
 def _forecast_rows(found: Prediction) -> dict[str, str]:
-    """Of the simulated steps in flight; none where nothing is generated or trained."""
+    """Return the rows about the simulated steps in flight; none where nothing is generated or
+    trained."""
     seen = found.forecast
     if seen is None:
         return {}

@@ -12,8 +12,8 @@ AGENT_FUNCTION = "grpo_megatron.environments.agent_function:AgentFunction"
 
 
 def _with_whole_paths(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Files of the current directory by their whole paths: a program has a directory of its own,
-    and a resumed run may have another. A name without "/" is looked up in PATH where it comes
+    """Return files of the current directory by their whole paths: a program has a directory of its
+    own, and a resumed run may have another. A name without "/" is looked up in PATH where it comes
     first."""
     found = []
     for number, part in enumerate(command):

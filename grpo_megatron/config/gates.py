@@ -31,7 +31,7 @@ class Gate:
     against: Path | None = None  # a run directory
 
     def check(self, result: Mapping[str, Any]) -> str | None:
-        """What was seen instead; None where the gate is open."""
+        """Return what was seen instead; None where the gate is open."""
         if self.against is None:
             value = _value(result, self.name)
             if isinstance(value, str):
@@ -64,8 +64,8 @@ class Gate:
 
 
 def parse_gate(text: str, domains: Sequence[str] = ()) -> Gate:
-    """The gate that `text` says (see SYNTAX). ConfigError for other text and, with `domains`, for a
-    value that no run with these domains has in its `result.json`."""
+    """Return the gate that `text` says (see SYNTAX). Raises ConfigError for other text and, with
+    `domains`, for a value that no run with these domains has in its `result.json`."""
     drop = _DROP.fullmatch(text.strip())
     if drop is not None:
         return Gate(text, "", "<=", float(drop[1]), Path(drop[2]))
@@ -89,7 +89,7 @@ def read_result(run: Path) -> dict[str, Any]:
 
 
 def _value(result: Mapping[str, Any], name: str) -> float | str:
-    """A number, or what is there instead."""
+    """Return a number, or what is there instead."""
     node: Any = result
     for part in name.split("."):
         if not isinstance(node, Mapping) or part not in node:

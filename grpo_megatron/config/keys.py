@@ -33,14 +33,14 @@ def split_key(text: str) -> tuple[str, ...]:
 
 
 def nodes(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """A value and everything below it, in order, with paths."""
+    """Yield a value and everything below it, in order, with paths."""
     yield path, value
     for key, item in _children(value):
         yield from nodes(item, (*path, key))
 
 
 def leaves(value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Everything that is set as one value, with its path."""
+    """Yield everything that is set as one value, with its path."""
     for path, node in nodes(value):
         if not _children(node):
             yield path, node
@@ -55,7 +55,7 @@ def _children(value: Any) -> Collection[tuple[str | int, Any]]:
 
 
 def nearest_above(path: KeyPath, known: Mapping[KeyPath, _T]) -> _T | None:
-    """What is known of `path` itself, else of the nearest table around it."""
+    """Return what is known of `path` itself, else of the nearest table around it."""
     for length in range(len(path), 0, -1):
         if path[:length] in known:
             return known[path[:length]]
@@ -63,7 +63,8 @@ def nearest_above(path: KeyPath, known: Mapping[KeyPath, _T]) -> _T | None:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """Value of a dotted key in a configuration; `None` where a table on the way is absent."""
+    """Return the value of a dotted key in a configuration; `None` where a table on the way is
+    absent."""
     node: Any = config
     for part in key.split("."):
         if isinstance(node, tuple):

@@ -17,5 +17,5 @@ def fill(layout: str, values: Mapping[str, str]) -> str:
 
 
 def places_of(layout: str) -> set[str]:
-    """Names of the places of a layout."""
+    """Return names of the places of a layout."""
     return set(_PLACE.findall(layout))

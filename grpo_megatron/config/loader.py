@@ -38,7 +38,7 @@ class ResolvedConfig(Strict):
 
 
 def to_json(resolved: ResolvedConfig) -> str:
-    """The text of `config.json`: stable key order, exact numbers."""
+    """Return the text of `config.json`: stable key order, exact numbers."""
     return resolved.model_dump_json(indent=2, by_alias=True) + "\n"
 
 
@@ -113,8 +113,8 @@ def load_objective(
     overrides: Sequence[str] = (),
     domains: Sequence[str] = ("all",),
 ) -> tuple[ObjectiveConfig, dict[str, DomainObjective]]:
-    """Choices of a preset with changes (`clip_low=0.1`, `domain.math.kl_beta=0.01`), and what each
-    domain sets for itself. Raises as `load_recipe`."""
+    """Return choices of a preset with changes (`clip_low=0.1`, `domain.math.kl_beta=0.01`), and
+    what each domain sets for itself. Raises as `load_recipe`."""
     tables = []
     for name in domains:
         table = {
@@ -146,7 +146,7 @@ def load_objective(
 
 
 def _full_key(text: str, domains: Sequence[str]) -> str:
-    """The override of a recipe that one of `objective eval` stands for."""
+    """Return the override of a recipe that one of `objective eval` stands for."""
     for index, name in enumerate(domains):
         of_domain = f"domain.{name}."
         if text.startswith(of_domain):
@@ -175,7 +175,7 @@ def _origin_in(file: TomlFile, path: KeyPath) -> Origin:
 
 
 def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
-    """The preset that the tree names; an unknown one is reported by the constraints."""
+    """Return the preset that the tree names; an unknown one is reported by the constraints."""
     model = tree.get("model")
     if not isinstance(model, dict):
         return None

@@ -68,7 +68,7 @@ class ConfigOverlay:
                 del self.origins[known]
 
     def origin(self, path: KeyPath) -> Origin:
-        """Who set the value at `path`, or the nearest table around it."""
+        """Return who set the value at `path`, or the nearest table around it."""
         return nearest_above(path, self.origins) or DEFAULT
 
 
@@ -123,7 +123,7 @@ def _apply(overlay: ConfigOverlay, text: str) -> Problem | None:
 
 
 def _child(overlay: ConfigOverlay, node: Any, path: KeyPath, origin: Origin) -> Any:
-    """The child at `path[-1]`; missing tables are made, missing lists count as empty."""
+    """Return the child at `path[-1]`; missing tables are made, missing lists count as empty."""
     key = path[-1]
     if isinstance(node, dict) and node.get(key) is None:
         if get_origin(schema.type_of(path)) is tuple:

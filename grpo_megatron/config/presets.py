@@ -25,7 +25,7 @@ class ModelPreset:
 
 
 def preset_names() -> list[str]:
-    """Names of all shipped model presets."""
+    """Return names of all shipped model presets."""
     return assets.names(assets.root() / "models")
 
 

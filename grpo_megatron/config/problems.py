@@ -61,7 +61,7 @@ class InvalidConfigError(ConfigError):
 
 
 def as_toml(value: Any) -> str:
-    """A value as it would stand in a recipe; `null` where TOML has no word for it."""
+    """Return a value as it would stand in a recipe; `null` where TOML has no word for it."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, dict):

@@ -45,7 +45,7 @@ _HABITS: dict[str, str] = {
 
 @cache
 def all_fields() -> dict[KeyPath, FieldInfo]:
-    """Every key with fixed meaning; list elements are `*`."""
+    """Return every key with fixed meaning; list elements are `*`."""
     return dict(_walk(RunConfig, ()))
 
 
@@ -88,7 +88,7 @@ def type_of(path: KeyPath) -> Any:
 
 
 def meaning_of(path: KeyPath) -> str:
-    """The description of the key at `path`; empty where it has none."""
+    """Return the description of the key at `path`; empty where it has none."""
     info = all_fields().get(_general(path))
     if info is None:
         return ""
@@ -96,7 +96,7 @@ def meaning_of(path: KeyPath) -> str:
 
 
 def keys_of(path: Sequence[str | int]) -> list[str]:
-    """Keys of the table at `path`; empty where it is no table with fixed keys."""
+    """Return keys of the table at `path`; empty where it is no table with fixed keys."""
     table = _general(path)
     return [str(key[-1]) for key in all_fields() if key[:-1] == table]
 
@@ -110,7 +110,7 @@ def takes_text(path: KeyPath) -> bool:
 
 
 def choices_at(path: KeyPath) -> tuple[Any, ...]:
-    """The fixed set of values at `path`; empty if open."""
+    """Return the fixed set of values at `path`; empty if open."""
     kind = type_of(path)
     if get_origin(kind) is Literal:
         return get_args(kind)
@@ -119,7 +119,7 @@ def choices_at(path: KeyPath) -> tuple[Any, ...]:
 
 @cache
 def _paths_by_name() -> dict[str, tuple[str, ...]]:
-    """The last part of every key, and the dotted keys that end with it."""
+    """Return the last part of every key, and the dotted keys that end with it."""
     found: dict[str, list[str]] = {}
     for path in all_fields():
         found.setdefault(str(path[-1]), []).append(dotted(path))
@@ -127,7 +127,8 @@ def _paths_by_name() -> dict[str, tuple[str, ...]]:
 
 
 def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
-    """What the unknown key at `path` may stand for: likely typos, then the name in other tables."""
+    """Return what the unknown key at `path` may stand for: likely typos, then the name in other
+    tables."""
     *table, key = map(str, path)
     here = keys_of(table)
     anywhere = _paths_by_name()
@@ -157,7 +158,7 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, for editors."""
+    """Return the JSON schema of a recipe, for editors."""
     schema = RunConfig.model_json_schema()
     schema["title"] = "grpo-megatron recipe"
     schema["properties"]["extends"] = {

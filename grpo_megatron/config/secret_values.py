@@ -48,14 +48,15 @@ def holds_secret(value: object) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """A text about a recipe, without what looks like a secret or is set under such a name."""
+    """Return a text about a recipe, without what looks like a secret or is set under such a
+    name."""
     text = _SET.sub(rf"\g<1>{_HIDDEN}", text)
     text = _IN_URL.sub(rf"\g<1>{_HIDDEN}", text)
     return _WORD.sub(_HIDDEN, text)
 
 
 def from_environment(reference: str) -> str:
-    """The variable that a reference names. Raises ConfigError where it is not set."""
+    """Return the variable that a reference names. Raises ConfigError where it is not set."""
     name = reference.removeprefix("$")
     value = os.environ.get(name, "")
     if not value:

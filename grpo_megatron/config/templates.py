@@ -44,7 +44,7 @@ class PromptTemplate:
             raise self._refused(*self._without_field)
 
     def render(self, question: str, metadata: Mapping[str, Any]) -> str:
-        """The prompt of a problem. Raises DataError where a metadata key is missing."""
+        """Return the prompt of a problem. Raises DataError where a metadata key is missing."""
         return self._filled(metadata, {"question": question})
 
     def _filled(self, metadata: Mapping[str, Any], texts: Mapping[str, str]) -> str:
@@ -94,7 +94,7 @@ class ResponseTemplate(PromptTemplate):
     )
 
     def response(self, question: str, answer: str, metadata: Mapping[str, Any]) -> str:
-        """The response to a problem. Raises DataError where a metadata key is missing."""
+        """Return the response to a problem. Raises DataError where a metadata key is missing."""
         return self._filled(metadata, {"question": question, "answer": answer})
 
 

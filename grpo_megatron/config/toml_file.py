@@ -110,7 +110,7 @@ def key_lines(text: str) -> Mapping[KeyPath, int]:
 
 
 def _header(tree: Any, sizes: Counter[KeyPath]) -> KeyPath:
-    """The path of `[table]` or `[[array]]`; below an array, that of its newest element."""
+    """Return the path of `[table]` or `[[array]]`; below an array, that of its newest element."""
     path: KeyPath = ()
     while isinstance(tree, dict) and tree:
         [(name, tree)] = tree.items()
@@ -122,7 +122,8 @@ def _header(tree: Any, sizes: Counter[KeyPath]) -> KeyPath:
 
 
 def find_recipe(recipe: str | Path, shipped: Path | None = None) -> Path:
-    """A path, or a name below `shipped` (with or without `.toml`); ConfigError lists near ones."""
+    """Return a path, or a name below `shipped` (with or without `.toml`); ConfigError lists near
+    ones."""
     shipped = shipped or assets.root() / "recipes"
     for candidate in (Path(recipe), shipped / recipe, shipped / f"{recipe}.toml"):
         if candidate.is_file():
@@ -139,8 +140,8 @@ def find_recipe(recipe: str | Path, shipped: Path | None = None) -> Path:
 
 
 def read_recipe_chain(path: Path) -> list[TomlFile]:
-    """The recipe and all that it extends, base first, without their `extends` keys; ConfigError for
-    a missing or unreadable file, or a recipe that extends itself."""
+    """Return the recipe and all that it extends, base first, without their `extends` keys. Raises
+    ConfigError for a missing or unreadable file, or a recipe that extends itself."""
     chain: list[TomlFile] = []
     next_path: Path | None = path
     while next_path is not None:

@@ -47,11 +47,11 @@ Check = Callable[[RunConfig], list[Violation]]  # of a whole, well-typed configu
 def valid(
     overlay: ConfigOverlay, problems: Sequence[Problem], checks: Sequence[Check], source: str
 ) -> RunConfig:
-    """The configuration of `overlay`; InvalidConfigError with the `problems` so far and everything
-    else that is wrong.
+    """Return the configuration of `overlay`; InvalidConfigError with the `problems` so far and
+    everything else that is wrong.
 
-    Rules run even when some keys are wrong, on what is left without these keys; what a rule
-    says about a wrong key is dropped then, because its intended value is not known."""
+    Rules run even when some keys are wrong, on what is left without these keys; what a rule says
+    about a wrong key is dropped then, because its intended value is not known."""
     config, errors = _parse(overlay.tree)
     found = list(problems)
     for error in errors:
@@ -71,7 +71,7 @@ def valid(
 
 
 def _unsure_keys(errors: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Keys whose intended value is not known: wrong ones, and what unknown ones may mean."""
+    """Return keys whose intended value is not known: wrong ones, and what unknown ones may mean."""
     keys = set()
     for error in errors:
         keys.add(dotted(error["loc"]))
@@ -107,7 +107,8 @@ def _is_echo(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
 
 
 def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
-    """A copy without the nodes at `paths`; list elements stay, so that indices keep meaning."""
+    """Return a copy without the nodes at `paths`; list elements stay, so that indices keep
+    meaning."""
     tree = copy.deepcopy(tree)
     for path in paths:
         node: Any = tree
@@ -246,7 +247,7 @@ def _problem_of_violation(
 
 
 def _own_origin(key: str, overlay: ConfigOverlay) -> Origin:
-    """Who set a dotted key itself, not a table around it."""
+    """Return who set a dotted key itself, not a table around it."""
     path: list[str | int] = []
     for part in key.split("."):
         if part.isdigit():

@@ -170,7 +170,7 @@ _NO_SIGNAL = WatchedMetric("no_signal", "group/all_equal_fraction", no_signal)
 
 
 class Alarms:
-    """Of one run: takes the metrics of its steps in their order.
+    """The alarms of one run, which see the metrics of its steps in order.
 
     `load_limit` is `routing.load_alarm`. `on` are the names of the alarms that were on in the
     newest step."""
@@ -202,7 +202,7 @@ class Alarms:
         return texts
 
     def _moving_means(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """Texts of the alarms whose metric the step has."""
+        """Return texts of the alarms whose metric the step has."""
         measured = set()
         for metric, mean in self._means.items():
             value = _finite(metrics, metric)
@@ -220,7 +220,8 @@ class Alarms:
         return texts
 
     def _expert_load(self, load: float) -> str:
-        """Of the busiest expert, as a multiple of its layer's mean."""
+        """Say that an expert has too much load. load: that of the busiest one, as a multiple of its
+        layer's mean."""
         if load <= self._load_limit:
             return ""
         return (
@@ -248,8 +249,8 @@ class Alarms:
 
 
 def alarms_of(config: RunConfig, metrics: Path) -> Alarms:
-    """The alarms of a run after the steps whose lines `metrics`, its metrics.jsonl, has: a resumed
-    run has the same first window."""
+    """Return the alarms of a run after the steps whose lines `metrics`, its metrics.jsonl, has: a
+    resumed run has the same first window."""
     alarms = Alarms(config.alarms, watched_metrics(config), load_limit=config.routing.load_alarm)
     if metrics.exists():
         for step in read_metrics(metrics):
@@ -258,7 +259,7 @@ def alarms_of(config: RunConfig, metrics: Path) -> Alarms:
 
 
 def watched_metrics(config: RunConfig) -> list[WatchedMetric]:
-    """What a run of this kind and objective is watched for."""
+    """Return what a run of this kind and objective is watched for."""
     if config.kind != "rl":
         return []
     watched = list(_OF_RL)

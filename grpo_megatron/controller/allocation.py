@@ -149,8 +149,8 @@ def grants(
     alpha: float,
     bonus: float,
 ) -> np.ndarray:
-    """How many of the next `count` samples each prompt gets, int [Q]; among equal priorities the
-    first prompt is taken.
+    """Return how many of the next `count` samples each prompt gets, int [Q]; among equal priorities
+    the first prompt is taken.
 
     deviations: of rewards, float64 [Q], kept; sizes: samples that the prompts have, int [Q], at
     least 2, and room for `count` more up to `most`; num_given: T."""
@@ -166,7 +166,7 @@ def grants(
 
 
 def reduction(deviations: np.ndarray, sizes: np.ndarray, alpha: float) -> np.ndarray:
-    """By how much one more sample narrows the half-width, h(n) - h(n + 1), float64 [Q]."""
+    """Return by how much one more sample narrows the half-width, h(n) - h(n + 1), float64 [Q]."""
     factors = []
     for size in sizes.tolist():
         factors.append(_half_width(size, alpha) - _half_width(size + 1, alpha))
@@ -176,15 +176,17 @@ def reduction(deviations: np.ndarray, sizes: np.ndarray, alpha: float) -> np.nda
 
 @cache
 def _half_width(size: int, alpha: float) -> float:
-    """Of Student's interval of the mean of `size` samples with deviation 1."""
+    """Return half the width of Student's interval of the mean of `size` samples with deviation
+    1."""
     return student_t(1 - alpha / 2, size - 1) / math.sqrt(size)
 
 
 def student_t(probability: float, freedom: int) -> float:
-    """The quantile of Student's t of at least 1/2, of whole degrees of freedom.
+    """Return the quantile of Student's t for a probability of at least 1/2 and whole degrees of
+    freedom.
 
-    P(|t| <= x) is a finite sum of powers of cos(theta), theta = atan(x / sqrt(freedom))
-    (Abramowitz and Stegun 26.7.3 and 26.7.4); theta is found by bisection."""
+    P(|t| <= x) is a finite sum of powers of cos(theta), theta = atan(x / sqrt(freedom)) (Abramowitz
+    and Stegun 26.7.3 and 26.7.4); theta is found by bisection."""
     inside = 2 * probability - 1
     low = 0.0
     high = math.pi / 2
@@ -222,7 +224,7 @@ def _deviation(rewards: np.ndarray) -> float:
 
 
 def joined(first: ScoredGroup, more: ScoredGroup) -> ScoredGroup:
-    """The samples of both groups, which are of one prompt; the engine is that of the first."""
+    """Join samples of one prompt into one group; its engine is that of the first."""
     components = {}
     for name, values in first.components.items():
         components[name] = np.concatenate([values, more.components[name]])

@@ -158,7 +158,8 @@ class ColdStart:
         )
 
     def _steps_until_evaluation(self, accuracy: float) -> int:
-        """Accuracy climbs steeply in the end: look often, so that RL starts at about one height."""
+        """Return how many steps there are until the next evaluation. Accuracy climbs steeply in the
+        end: look often, so that RL starts at about one height."""
         is_near = accuracy >= self._settings.target_accuracy / 4
         interval = self._settings.steps_per_evaluation
         if is_near:

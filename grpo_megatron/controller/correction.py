@@ -81,7 +81,7 @@ class Correction:
     def _continued(
         self, step: int, group: RolloutGroup[StoredCompletion], sample: int
     ) -> Prompt | None:
-        """What the retry of a sample continues; None: it gets none."""
+        """Return what the retry of a sample continues; None: it gets none."""
         settings = self._settings
         config = self._config
         prompt = group.prompt
@@ -110,7 +110,7 @@ class Correction:
 
 
 def _with_retry(group: ScoredGroup, sample: int, retry: ScoredGroup) -> ScoredGroup:
-    """The group with the retry in the place of a sample."""
+    """Return the group with the retry in the place of a sample."""
     size = len(group.rewards)
     completions = list(group.group.completions)
     completions[sample] = retry.group.completions[0]

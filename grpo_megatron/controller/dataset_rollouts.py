@@ -23,7 +23,8 @@ class DatasetRollouts:
     async def rollouts(
         self, step: int, prompts: Sequence[Prompt]
     ) -> list[RolloutGroup[StoredCompletion]]:
-        """The groups of `prompts`, in their order; SetupError where they cannot be written."""
+        """Return the groups of `prompts`, in their order. Raises SetupError where they cannot be
+        written."""
         if not prompts:
             return []
         path = self._spool / f"dataset-{next(self._numbers):06d}"

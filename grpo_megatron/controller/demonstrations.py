@@ -47,7 +47,8 @@ class Demonstrations:
                 )
 
     async def completion(self, prompt: Prompt) -> Completion:
-        """What is trained of a prompt; nobody sampled it, so its log-probs count as unusable.
+        """Return what is trained of a prompt; nobody sampled it, so its log-probs count as
+        unusable.
 
         Raises DataError where a demonstrated episode is no success."""
         if prompt.domain not in self._turns:
@@ -73,8 +74,8 @@ class Demonstrations:
         return played
 
     async def _played(self, turns: "_Turns", prompt: Prompt) -> Completion:
-        """The demonstrated episode; played again where its environment failed, which is nobody's
-        fault."""
+        """Return the demonstrated episode; played again where its environment failed, which is
+        nobody's fault."""
         played = await self._played_once(turns, prompt)
         for _ in range(_TRIES - 1):
             if not math.isnan(played.outcome):

@@ -18,7 +18,7 @@ _PIPE = os.fdopen(os.dup(1), "w", buffering=1)
 
 
 def claim_stdout() -> None:
-    """From now on only `show` writes to the supervisor."""
+    """Let only `show` write to the supervisor from now on."""
     os.dup2(2, 1)
     sys.stdout = sys.stderr
 

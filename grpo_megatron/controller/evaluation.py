@@ -52,9 +52,9 @@ class Evaluator:
         return results["all"].get("accuracy", math.nan)
 
     async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
-        """By domain, and over all prompts as `all`: `accuracy` (greedy) and, with n samples a
-        prompt, `pass_at_k` and `majority_at_k`, k = 1, 2, 4, …, n; `_low` and `_high`: Wilson's
-        interval."""
+        """Return results by domain, and over all prompts as `all`: `accuracy` (greedy) and, with n
+        samples a prompt, `pass_at_k` and `majority_at_k`, k = 1, 2, 4, …, n; `_low` and `_high`:
+        Wilson's interval."""
         if not prompts:
             return {"all": {"prompts": 0.0}}
         await self._judges.resume()
@@ -73,7 +73,7 @@ class Evaluator:
         scored: Sequence[ScoredGroup],
         measure: Callable[[ScoredGroup, GroupFilter], Mapping[str, float]],
     ) -> Results:
-        """Means of what is measured of each prompt, with their intervals."""
+        """Return means of what is measured of each prompt, with their intervals."""
         rows: dict[str, list[Mapping[str, float]]] = {}
         for group in scored:
             rows.setdefault(group.group.prompt.domain, []).append(measure(group, self._filter))
@@ -91,7 +91,8 @@ class Evaluator:
 
 
 def over_domains(results: Results, num_prompts: int) -> dict[str, float]:
-    """Means over all prompts of results by domain; they have no intervals, since domains differ."""
+    """Return means over all prompts of results by domain; they have no intervals, since domains
+    differ."""
     sizes = [values["prompts"] for values in results.values()]
     names: dict[str, None] = {}  # ordered
     for values in results.values():

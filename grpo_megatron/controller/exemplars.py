@@ -19,7 +19,7 @@ class Exemplar:
 
     @cached_property
     def trigrams(self) -> frozenset[str]:
-        """Of the question."""
+        """The trigrams of the question."""
         return trigrams(self.question)
 
 
@@ -44,8 +44,8 @@ class ExemplarStore:
             del known[oldest]
 
     def similar(self, domain: str, prompt_id: str, question: str, count: int) -> list[Exemplar]:
-        """The `count` exemplars of the domain with the most similar questions, the most similar
-        first and among equals the newest; never that of the prompt itself."""
+        """Return the `count` exemplars of the domain with the most similar questions, the most
+        similar first and among equals the newest; never that of the prompt itself."""
         own = trigrams(question)
         others = []
         for exemplar in reversed(self._of_domains.get(domain, {}).values()):
@@ -55,7 +55,7 @@ class ExemplarStore:
         return others[:count]
 
     def state_dict(self) -> str:
-        """All exemplars in their order, compressed."""
+        """Return all exemplars in their order, compressed."""
         rows = {}
         for domain, known in self._of_domains.items():
             rows[domain] = [[e.prompt_id, e.question, e.answer] for e in known.values()]
@@ -72,8 +72,7 @@ class ExemplarStore:
 
 
 def trigrams(text: str) -> frozenset[str]:
-    """All runs of three characters of a text in lower case; of a shorter text, itself. Needs no
-    words, so it is the same for every script."""
+    """Return all runs of three characters of a text, in lower case."""
     lowered = text.lower()
     if len(lowered) < 3:
         return frozenset([lowered])

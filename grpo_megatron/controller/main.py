@@ -57,7 +57,7 @@ class Stop:
         threading.Thread(target=self._read, daemon=True).start()
 
     def listen_for(self, stopping: asyncio.Event) -> None:
-        """From now on set `stopping`, in the running event loop, when told to stop."""
+        """Set `stopping`, in the running event loop, when told to stop from now on."""
         loop = asyncio.get_running_loop()
         self._tell = lambda: loop.call_soon_threadsafe(stopping.set)
 

@@ -81,7 +81,7 @@ class PreferenceRecorder:
         return scored
 
     def _answers(self, one: Preference) -> tuple[Completion, ...]:
-        """As the trainer is to look at them."""
+        """Return the answers as the trainer is to look at them."""
         if self._config.kind != "reward_model":
             return one.answers
         return tuple(read_at_its_end(answer) for answer in one.answers)
@@ -101,8 +101,9 @@ class PreferenceRecorder:
 
 
 def read_at_its_end(answer: Completion) -> Completion:
-    """The answer for a reward model, which is read at its last token: with one token more, which is
-    the only one that counts as the policy's, so that the position before it is looked at."""
+    """Return the answer for a reward model, which is read at its last token: with one token more,
+    which is the only one that counts as the policy's, so that the position before it is looked
+    at."""
     length = answer.num_tokens
     ids = np.append(answer.token_ids, answer.token_ids[-1:]).astype(np.int32)
     logprobs = np.full(length + 1, np.nan, np.float32)
@@ -121,7 +122,7 @@ class AnswerScorer:
         self._scratch = scratch
 
     async def scores(self, preferences: Sequence[Preference]) -> Scores:
-        """Sums of log-probs of both answers of each, over the trainer's present weights."""
+        """Return sums of log-probs of both answers of each, over the trainer's present weights."""
         found: Scores = {}
         for start in range(0, len(preferences), _AT_ONCE):
             part = preferences[start : start + _AT_ONCE]
@@ -150,7 +151,7 @@ class ReferenceScores:
         self._trainer = trainer
 
     async def load(self, wanted: Sequence[Preference]) -> Scores:
-        """The scores of `wanted`; those that no file has are computed and written.
+        """Return the scores of `wanted`; those that no file has are computed and written.
 
         Raises DataError: the files are of another model, or damaged."""
         known = self._read()
@@ -231,7 +232,7 @@ class PreferenceSteps:
         on_drawn: Callable[[], None] = lambda: None,
         before_recording: Callable[[], Awaitable[None]] | None = None,
     ) -> RecordedStep:
-        """As `StepSampler.sample`."""
+        """Return step `step`, recorded (see `StepSampler.sample`)."""
         directory = self._run_dir.step_store(step)
         if is_recorded(directory):
             recorded = read_manifest(directory)
@@ -280,8 +281,8 @@ def _metrics(drawn: Sequence[Preference]) -> dict[str, float]:
 def drawn_preferences(
     config: RunConfig, preferences: Preferences, sampler: PromptSampler
 ) -> list[Preference]:
-    """All that the run looks at: kept out of training, and drawn in some step. sampler: one that
-    has drawn nothing; it is used up."""
+    """Return all that the run looks at: kept out of training, and drawn in some step. sampler: one
+    that has drawn nothing; it is used up."""
     splits = preferences.splits
     ids = [prompt.prompt_id for prompt in (*splits.heldout, *splits.validation)]
     num_train = sum(len(prompts) for prompts in splits.train.values())
@@ -308,12 +309,13 @@ class PreferenceEvaluator:
         self._scorer = scorer
 
     async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
-        """Accuracy over all of them; NaN without any."""
+        """Return the accuracy over all prompts; NaN without any."""
         results = await self.evaluate(prompts)
         return results["all"].get("accuracy", math.nan)
 
     async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
-        """By domain, and over all as `all`: `accuracy`, `loss` and, of pairs, `margin`."""
+        """Return results by domain, and over all prompts as `all`: `accuracy`, `loss` and, of
+        pairs, `margin`."""
         if not prompts:
             return {"all": {"prompts": 0.0}}
         chosen = [self._preferences.by_id[prompt.prompt_id] for prompt in prompts]
@@ -328,6 +330,7 @@ class PreferenceEvaluator:
         return results
 
     def _measured(self, members: Sequence[Preference], scores: Scores) -> dict[str, float]:
+        """Return the metrics of one domain's preferences."""
         values = torch.tensor(
             [self._score(one, scores[one.prompt.prompt_id]) for one in members],
             dtype=torch.float64,
@@ -352,7 +355,7 @@ class PreferenceEvaluator:
         return found
 
     def _score(self, one: Preference, sums: tuple[float, float]) -> list[float]:
-        """Scores of both answers (`algorithms.preferences`)."""
+        """Return the score of each answer (`algorithms.preferences`). sums: of their log-probs."""
         found = []
         reference = self._reference.get(one.prompt.prompt_id, (0.0, 0.0))
         for total, of_reference, answer in zip(sums, reference, one.answers, strict=True):

@@ -75,8 +75,8 @@ class Publisher:
         self._changing = asyncio.Lock()  # of the trainer's weights, or on their way to engines
 
     async def publish(self, version: int) -> None:
-        """Bring `version` into all live engines; raises an EngineError when none is left, and what
-        is wrong with the weights of an engine that returned."""
+        """Bring `version` into all live engines. Raises EngineError where none is left, and what is
+        wrong with the weights of an engine that returned."""
         if self.config.num_replicas == 0:
             self.version = version
             return
@@ -92,7 +92,7 @@ class Publisher:
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Within it the trainer's weights change, and no engine gets them."""
+        """Hold publishes back: within it the trainer's weights change, and no engine gets them."""
         async with self._changing:
             self._is_settled = False
             yield
@@ -262,8 +262,8 @@ class Publisher:
         _tell("adapters", links)
 
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
-        """Go on with the engines that still answer, or return; without a dead one, the error
-        stands."""
+        """Go on with the engines that still answer, or return. If none has died, raise the
+        error."""
         for replica in before:
             await self.engines.examine(replica, error)
         num_alive = len(self.engines.alive)
@@ -286,7 +286,7 @@ class Publisher:
         return metrics
 
     async def _check_engines(self, prompts: Sequence[Prompt], metrics: dict[str, float]) -> int:
-        """Raise `metrics` to those of the worst live engine; returns how many answered."""
+        """Raise `metrics` to those of the worst live engine; returns how many engines answered."""
         num_checked = 0
         for replica in self.engines.alive:
             try:
@@ -325,7 +325,8 @@ class Publisher:
     async def _compare(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], engine: str
     ) -> dict[str, float]:
-        """Log-prob differences of what an engine sampled; MismatchError where they are large."""
+        """Return the log-prob differences of what an engine sampled. Raises MismatchError where
+        they are large."""
         directory = self.run_dir.root / _CANARY
         samples = []
         for prompt, completion in zip(prompts, completions, strict=True):

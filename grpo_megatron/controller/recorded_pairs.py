@@ -41,8 +41,8 @@ def refuse_no_recording(domain: DomainConfig) -> None:
 
 
 def recorded_answers(config: RunConfig, tokenizer: TextTokenizer) -> dict[str, RecordedAnswers]:
-    """What the domains with `source = "run"` have, by name. DataError: another tokenizer, or
-    nothing is recorded."""
+    """Return what the domains with `source = "run"` have, by name. Raises DataError: another
+    tokenizer, or nothing is recorded."""
     found = {}
     for domain in config.domains:
         if domain.source == "run":
@@ -126,7 +126,7 @@ class _Recording:
         return RecordedAnswers(pairs, labelled, dropped)
 
     def _groups(self, table: SampleTable, dropped: Counter[str]) -> Iterator[np.ndarray]:
-        """Rows of every group of the domains that are wanted, int64."""
+        """Yield rows of every group of the domains that are wanted, int64."""
         names = table.manifest.domains
         for group in np.unique(table.group).tolist():
             rows = np.flatnonzero(table.group == group)

@@ -70,7 +70,7 @@ async def sample_dataset(
 
 
 def _training_prompts(config: RunConfig, splits: Splits) -> list[Prompt]:
-    """The first ones of every domain that is trained."""
+    """Return the first prompts of every domain that is trained."""
     prompts: list[Prompt] = []
     for domain in config.domains:
         if domain.weight:
@@ -84,7 +84,7 @@ def _responses(
     settings: RejectionConfig,
     tokenizer: TextTokenizer,
 ) -> list[str]:
-    """Of the accepted texts of a group the first `max_per_prompt`."""
+    """Return the first `max_per_prompt` accepted texts of a group."""
     responses: list[str] = []
     for text in _accepted(group, selection, settings.scripts):
         if len(responses) == settings.max_per_prompt:
@@ -102,7 +102,7 @@ def _pair_row(
     tokenizer: TextTokenizer,
     domain: DomainConfig,
 ) -> dict[str, object]:
-    """The group's pair as a row for kind preferences; empty where it has none.
+    """Return the group's pair as a row for kind preferences; empty where it has none.
 
     Texts end like finished answers when they are trained, so truncated ones are in no pair."""
     prompt = group.group.prompt

@@ -111,7 +111,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
 
 
 async def _find_reward_hosts(config: RunConfig, run_dir: RunDir) -> list[Endpoint]:
-    """Those that came up. RewardError where none did."""
+    """Return the reward hosts that came up. Raises RewardError where none did."""
     hosts = []
     failure: RewardError | None = None
     for index in range(config.data.reward_hosts):
@@ -188,7 +188,8 @@ async def _wake_judges(config: RunConfig, stack: contextlib.AsyncExitStack) -> E
 async def _connect_replicas(
     config: RunConfig, run_dir: RunDir, stack: contextlib.AsyncExitStack
 ) -> list[EngineClient | None]:
-    """By replica, None for those that did not come up; they are named. EngineError: none did."""
+    """Connect to the engines; returns clients by replica, None for those that did not come up,
+    which are named. Raises EngineError: none did."""
 
     async def connect(index: int) -> EngineClient:
         client = await connect_engine(config, run_dir, index)
@@ -213,7 +214,8 @@ async def _connect_replicas(
 async def _connect_workers(
     config: RunConfig, run_dir: RunDir, stack: contextlib.AsyncExitStack
 ) -> dict[int, WorkerClient]:
-    """By replica, those that came up. EngineError: none did."""
+    """Connect to the rollout workers; returns those that came up, by replica. Raises EngineError:
+    none did."""
     workers: dict[int, WorkerClient] = {}
     failure: EngineError | None = None
     for index in _present(config, run_dir):
@@ -229,7 +231,7 @@ async def _connect_workers(
 
 
 def _present(config: RunConfig, run_dir: RunDir) -> list[int]:
-    """Numbers of the engines that take requests, or will."""
+    """Return numbers of the engines that take requests, or will."""
     members = read_members(run_dir, config)
     return [index for index, membership in members.items() if membership == "present"]
 

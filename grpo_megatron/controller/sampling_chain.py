@@ -54,7 +54,7 @@ class SamplingChain:
         return _AskedStep(drawn, task)
 
     def take(self, step: int) -> asyncio.Task[RecordedStep]:
-        """What samples `step`, the first that was not taken; asks for it if nobody has."""
+        """Return what samples `step`, the first that was not taken; asks for it if nobody has."""
         self.ask(step, step)
         return self._asked.pop(step).task
 

@@ -58,8 +58,8 @@ class Seeding:
         return bool(is_scored.any()) and not bool((correct == 1).any())
 
     def seeded(self, prompt: Prompt) -> Prompt:
-        """The prompt with as many exemplars as fit beside the longest completion, the most similar
-        first; as it is, and counted, where there are none or none fits."""
+        """Return the prompt with as many exemplars as fit beside the longest completion, the most
+        similar first; as it is, and counted, where there are none or none fits."""
         exemplars = self._exemplars.similar(
             prompt.domain, prompt.prompt_id, prompt.question, self._settings.num_exemplars
         )

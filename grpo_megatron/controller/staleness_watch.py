@@ -130,7 +130,7 @@ class StalenessWatch:
             self.bound -= 1
 
     def _flow(self) -> tuple[Flow, list[FlowSeconds]]:
-        """Of the newest steps, with the present bound."""
+        """Return the flow of the newest steps, with the present bound, and the seconds of each."""
         config = self._config
         newest = list(self._newest)
         answers = newest[-1].sampling.answers
@@ -144,8 +144,8 @@ class StalenessWatch:
 
 
 def _flow_seconds(taken: _Taken, following: _Taken) -> FlowSeconds:
-    """Of a step, but for the seconds of a token; what comes after it is known from the following
-    one."""
+    """Return the seconds of a step without those of a token; what comes after it is known from the
+    `following` one."""
     sampling = taken.sampling
     trainer = taken.trainer
     return FlowSeconds(

@@ -54,8 +54,8 @@ class ChatTemplate:
         day: date | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of a conversation. DataError where the template refuses it, or writes today's
-        date and no `day` is given."""
+        """Return the text of a conversation. Raises DataError where the template refuses it, or
+        writes today's date and no `day` is given."""
 
         def strftime_now(text_format: str) -> str:
             if day is None:
@@ -98,8 +98,8 @@ class ChatTemplate:
             )
 
     def after_answer(self, arguments: Mapping[str, Any], *, day: date | None = None) -> str:
-        """What the template writes behind an answer that ends the conversation: the end-of-turn
-        token and maybe more; DataError where it does not write the answer."""
+        """Return what the template writes behind an answer that ends the conversation: the
+        end-of-turn token and maybe more. Raises DataError where it does not write the answer."""
         messages = [
             {"role": "user", "content": "1 + 1?"},
             {"role": "assistant", "content": _SENTINEL},
@@ -189,7 +189,7 @@ def _to_json(
 
 
 def read_chat_template(directory: Path) -> ChatTemplate | None:
-    """The chat template of a checkpoint: `chat_template.jinja`, else that of
+    """Return the chat template of a checkpoint: `chat_template.jinja`, else that of
     `tokenizer_config.json`, where the one called "default" counts; None where there is neither."""
     settings = _read_json(directory / _CONFIG_FILE)
     file = directory / TEMPLATE_FILE
@@ -205,7 +205,7 @@ def read_chat_template(directory: Path) -> ChatTemplate | None:
 
 
 def _default_of(templates: Any) -> str:
-    """Of one template, of none, or of several with names."""
+    """Return the default among several named templates, the only one, or "" if there is none."""
     if isinstance(templates, list):
         for named in templates:
             if named.get("name") == "default":

@@ -22,7 +22,8 @@ def is_conversation(value: object) -> bool:
 
 
 def read_conversation(value: Any, *, where: str, field: str) -> list[Message]:
-    """The messages of a field, each with a role and text. DataError names the one that has none.
+    """Return the messages of a field, each with a role and text. DataError names the one that has
+    none.
 
     Fields without a value are left out: Parquet has them in every message that lacks them. Parts
     `{"type": "text", "text": …}` are put together; other parts are refused."""
@@ -91,8 +92,9 @@ def split_reply(messages: Sequence[Message]) -> tuple[list[Message], str | None]
 
 
 def replies_of(reply: str, responses: Sequence[str] | None) -> list[str]:
-    """All answers that a row has to its conversation, in full. `reply` is that of the last turn;
-    `responses` begin behind what the prompt had opened, and the first of them is of `reply`."""
+    """Return all answers that a row has to its conversation, in full. `reply` is that of the last
+    turn; `responses` begin behind what the prompt had opened, and the first of them is of
+    `reply`."""
     if not responses or not reply.endswith(responses[0]):
         return [reply]
     opening = reply.removesuffix(responses[0])
@@ -100,7 +102,7 @@ def replies_of(reply: str, responses: Sequence[str] | None) -> list[str]:
 
 
 def last_question(messages: Sequence[Message]) -> str:
-    """What the user has said last."""
+    """Return what the user has said last."""
     for message in reversed(messages):
         if message["role"] == "user":
             return str(message["content"])
@@ -110,7 +112,7 @@ def last_question(messages: Sequence[Message]) -> str:
 def with_last_question(
     messages: Sequence[Message], rephrase: Callable[[str], str]
 ) -> list[Message]:
-    """The conversation with `rephrase` of what the user has said last."""
+    """Return the conversation with `rephrase` of what the user has said last."""
     changed = list(messages)
     for place in reversed(range(len(changed))):
         if changed[place]["role"] == "user":
@@ -120,8 +122,8 @@ def with_last_question(
 
 
 def opening_of(prompt: str, assistant_prefix: str) -> str:
-    """The part of an answer that its prompt already has: the prefix that the recipe sets, or the
-    `<think>` with which a chat template ends."""
+    """Return the part of an answer that its prompt already has: the prefix that the recipe sets, or
+    the `<think>` with which a chat template ends."""
     if assistant_prefix:
         return assistant_prefix
     opened = _OPENED_THOUGHT.search(prompt)
@@ -131,6 +133,7 @@ def opening_of(prompt: str, assistant_prefix: str) -> str:
 
 
 def with_answer(prompt: Prompt, response: str, assistant_prefix: str) -> list[Message]:
-    """The conversation of a prompt of the chat template, with a sampled answer as its last turn."""
+    """Return the conversation of a prompt of the chat template, with a sampled answer as its last
+    turn."""
     text = opening_of(prompt.text, assistant_prefix) + response
     return [*prompt.metadata[MESSAGES], {"role": "assistant", "content": text}]

@@ -69,7 +69,8 @@ class Curriculum:
             self._streak[index] = 0
 
     def buckets(self) -> dict[str, int]:
-        """Number of prompts by bucket, for metrics: frozen is p < 0.05, hard p < 0.25."""
+        """Return the number of prompts by bucket, for metrics: frozen is p < 0.05, hard p <
+        0.25."""
         p = self._success
         bucket = np.select(
             [self._streak == MASTERED_VISITS, np.isnan(p), p < 0.05, p < 0.25],
@@ -97,7 +98,8 @@ def _hash64(text: str) -> int:
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64: every bit of the result depends on every bit of `bits`."""
+    """Return the finalizer of SplitMix64: every bit of the result depends on every bit of
+    `bits`."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     mixed: np.ndarray = bits ^ (bits >> np.uint64(31))

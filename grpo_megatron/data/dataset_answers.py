@@ -39,7 +39,7 @@ class DatasetAnswers:
     async def rollouts(
         self, step: int, prompts: Sequence[Prompt]
     ) -> list[RolloutGroup[Completion]]:
-        """The groups of `prompts`, in their order."""
+        """Return the groups of `prompts`, in their order."""
         groups = []
         for prompt in prompts:
             texts = prompt.metadata.get("responses") or [self._answer(prompt)]
@@ -48,21 +48,21 @@ class DatasetAnswers:
         return groups
 
     def first(self, step: int, prompt: Prompt) -> Completion:
-        """The reference answer; of a conversation, what the assistant said."""
+        """Return the reference answer; of a conversation, what the assistant said."""
         text = self._answer(prompt)
         if prompt.domain in self._chat_domains and prompt.metadata.get("responses"):
             text = prompt.metadata["responses"][0]
         return self.completion(step, prompt, text)
 
     def _answer(self, prompt: Prompt) -> str:
-        """What is trained of a row without responses."""
+        """Return what is trained of a row without responses."""
         template = self._templates.get(prompt.domain)
         if template is None:
             return prompt.answer
         return template.response(prompt.question, prompt.answer, prompt.metadata)
 
     def completion(self, step: int, prompt: Prompt, text: str) -> Completion:
-        """A text as an answer to `prompt`, with its end."""
+        """Return a text as an answer to `prompt`, with its end."""
         chat = self._chat_domains.get(prompt.domain)
         if chat is not None:
             text = text.removeprefix(opening_of(prompt.text, chat.assistant_prefix))
@@ -74,8 +74,8 @@ class DatasetAnswers:
 
 
 def unsampled(token_ids: Sequence[int], step: int, finish_reason: str, text: str) -> Completion:
-    """A completion that no policy has sampled, as of the weights of `step`; its log-probs count as
-    unusable."""
+    """Return a completion that no policy has sampled, as of the weights of `step`; its log-probs
+    count as unusable."""
     return Completion(
         np.array(token_ids, np.int32),
         np.full(len(token_ids), -np.inf, np.float32),
@@ -86,7 +86,7 @@ def unsampled(token_ids: Sequence[int], step: int, finish_reason: str, text: str
 
 
 def end_of_turn(domain: DomainConfig, tokenizer: TextTokenizer) -> tuple[int, ...]:
-    """The ids with which the chat template ends an assistant's turn in a domain."""
+    """Return the ids with which the chat template ends an assistant's turn in a domain."""
     assert tokenizer.chat_template is not None  # its prompts were rendered
     after = tokenizer.chat_template.after_answer(
         domain.template_arguments, day=domain.template_date

@@ -10,13 +10,13 @@ encoding of text has."""
 
 
 def cleaned(text: str) -> str:
-    """The text with U+FFFD for every control character and every lone surrogate."""
+    """Return the text with U+FFFD for every control character and every lone surrogate."""
     return _UNREADABLE.sub(REPLACEMENT, text)
 
 
 def cut(text: str, characters: int | None) -> str:
-    """The text; of one that is too long the beginning, how much was left out, and the end. None: no
-    limit."""
+    """Return the text; of one that is too long the beginning, how much was left out, and the end.
+    None: no limit."""
     if characters is None or len(text) <= characters:
         return text
     left_out = len(text) - characters

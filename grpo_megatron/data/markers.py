@@ -65,7 +65,7 @@ class Markers:
         self.examples = tuple(texts[:3])
 
     def escape(self, text: str) -> str:
-        """The text with all its markers escaped.
+        """Return the text with all its markers escaped.
 
         A tokenizer that begins every text with a space of its own cannot encode parts of one: there
         a marker gets a space behind its first character, which the policy sees."""
@@ -80,7 +80,7 @@ class Markers:
         return self._escape.join(pieces)
 
     def escape_these(self, text: str, spelled: frozenset[str]) -> str:
-        """The text with the markers of `spelled` escaped, and no others."""
+        """Return the text with the markers of `spelled` escaped, and no others."""
         for marker in spelled:
             text = text.replace(marker, self.escape(marker))
         return text
@@ -90,7 +90,7 @@ class Markers:
         return self._seam_pattern.match(text, place) is not None
 
     def beginning_of(self, text: str, place: int, seams: Sequence[Seam]) -> int:
-        """Where the marker begins that holds character `place` of the text; else `place`."""
+        """Return where the marker begins that holds character `place` of the text; else `place`."""
         for seam in reversed(seams):
             if seam.character > place:
                 continue
@@ -105,8 +105,8 @@ class Markers:
         return token_id in self._begins_seam
 
     def encode(self, text: str, *, where: str | None = None) -> EncodedText:
-        """The ids of a text in which markers may be escaped. DataError where a character has no
-        token."""
+        """Return the ids of a text in which markers may be escaped. Raises DataError where a
+        character has no token."""
         token_ids: list[int] = []
         seams = []
         begin = 0
@@ -121,8 +121,8 @@ class Markers:
         return EncodedText(tuple(token_ids), tuple(seams))
 
     def decode(self, token_ids: Sequence[int]) -> DecodedText:
-        """The text of sampled ids. A marker that is spelled by other tokens is escaped, and then
-        wherever it occurs: a text cannot tell one from the other."""
+        """Return the text of sampled ids. A marker that is spelled by other tokens is escaped, and
+        then wherever it occurs: a text cannot tell one from the other."""
         runs = self._runs(token_ids)
         spelled: set[str] = set()
         for run in runs:
@@ -143,7 +143,7 @@ class Markers:
         return DecodedText(text, tuple(seams), known)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of ids with nothing escaped."""
+        """Return the text of ids with nothing escaped."""
         return "".join(run.text for run in self._runs(token_ids))
 
     def _found(self, text: str) -> Iterator[re.Match[str]]:

@@ -19,7 +19,7 @@ class ChosenPair(NamedTuple):
 def pair_of(
     rewards: np.ndarray, correct: np.ndarray, is_usable: Sequence[bool], how: PairChoice
 ) -> ChosenPair | None:
-    """The pair of a group, the first of equal ones; None where it has none.
+    """Return the pair of a group, the first of equal ones; None where it has none.
 
     best_worst: the highest and the lowest reward, if they differ. correct_incorrect: the correct
     sample with the highest reward and the incorrect one with the lowest. rewards: float64 [G], NaN:

@@ -44,7 +44,8 @@ class PreferenceRow:
 def preference_of(
     where: str, fields: Mapping[str, Any], domain: DomainConfig, *, is_paired: bool
 ) -> PreferenceRow:
-    """The preference of a row; `is_paired`: of two answers, else a pair becomes the labels of both.
+    """Return the preference of a row; `is_paired`: of two answers, else a pair becomes the labels
+    of both.
 
     The prompt is a text or a conversation in a field of its own, or what the conversations `chosen`
     and `rejected` have in common before their last message. DataError names the row and what is
@@ -151,7 +152,7 @@ def _answer(
 def _problem(
     where: str, fields: Mapping[str, Any], domain: DomainConfig, conversation: Sequence[Message]
 ) -> Problem:
-    """What the answers answer: `conversation`, or where it is empty the row's prompt."""
+    """Return what the answers answer: `conversation`, or where it is empty the row's prompt."""
     metadata = {name: value for name, value in fields.items() if name not in _ANSWERS}
     metadata.pop(MESSAGES, None)
     if not conversation:

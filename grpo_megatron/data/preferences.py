@@ -63,9 +63,10 @@ class RecordedAnswers:
 
 
 def read_preferences(domain: DomainConfig, *, is_paired: bool) -> Iterable[PreferenceRow]:
-    """At most `domain.num_problems` rows of a domain's file or folder, one after another.
+    """Yield the rows of a domain's file or folder, at most `domain.num_problems`, one after
+    another.
 
-    DataError for what is no preference, and where there is none."""
+    Raises DataError for what is no preference, and where there is none."""
     path = domain.path
     assert path is not None  # rule domain_source
     arguments = known_arguments(domain, ("domain_field", "split"))
@@ -107,11 +108,11 @@ def load_preferences(
     tokenizer: TextTokenizer,
     recorded: Mapping[str, RecordedAnswers] | None = None,
 ) -> Preferences:
-    """Every preference of the recipe, tokenised, deduplicated and split.
+    """Return every preference of the recipe, tokenised, deduplicated and split.
 
     Left out, and counted, are those with an empty answer, with equal answers, and those longer than
-    `rollout.max_model_len`. DataError where nothing of a domain is left. recorded: of the domains
-    that take samples of a run, by name."""
+    `rollout.max_model_len`. Raises DataError where nothing of a domain is left. recorded: of the
+    domains that take samples of a run, by name."""
     found: list[Preference] = []
     dropped: dict[str, int] = {}
     for domain in config.domains:
@@ -173,7 +174,8 @@ def _of_domain(
 
 
 def _longest(config: RunConfig) -> int:
-    """Tokens of a prompt with an answer; a reward model needs one more to be read at the last."""
+    """Return tokens of a prompt with an answer; a reward model needs one more to be read at the
+    last."""
     longest = config.rollout.max_model_len
     if config.kind == "reward_model":
         longest -= 1
@@ -208,7 +210,7 @@ def _of_run(
 def pair_preference(
     prompt: Prompt, answers: tuple[Completion, Completion], margin: float
 ) -> Preference:
-    """A chosen and a rejected answer, under the id of their tokens."""
+    """Return a chosen and a rejected answer, under the id of their tokens."""
     return Preference(_with_id(prompt, answers, "pair"), answers, (1.0, 0.0), margin)
 
 
@@ -246,7 +248,7 @@ def _shortened(answer: Completion, num_tokens: int) -> Completion:
 
 
 def _with_id(prompt: Prompt, answers: Sequence[Completion], kind: str) -> Prompt:
-    """The prompt under the id of the preference."""
+    """Return the prompt under the id of the preference."""
     digest = hashlib.sha256(kind.encode())
     digest.update(np.array(prompt.token_ids, np.int32).tobytes())
     for answer in answers:
@@ -311,7 +313,7 @@ def split_by_prompt(prompts: Sequence[Prompt], *, num_heldout: int, num_validati
 
 
 def _end_of_prompt(prompts: Sequence[Prompt], place: int) -> int:
-    """The first place from `place` on at which another prompt begins."""
+    """Return the first place from `place` on at which another prompt begins."""
     while 0 < place < len(prompts) and prompts[place].text == prompts[place - 1].text:
         place += 1
     return min(place, len(prompts))

@@ -51,7 +51,7 @@ class PromptRenderer:
             self._require_system_messages()
 
     def render(self, problem: Problem) -> RenderedPrompt:
-        """The prompt's text. DataError where a template refuses the problem."""
+        """Return the prompt's text. Raises DataError where a template refuses the problem."""
         if not self._is_chat:
             text = self._template.render(problem.question, problem.metadata)
             return RenderedPrompt(text, problem.answer, problem.metadata)
@@ -62,7 +62,7 @@ class PromptRenderer:
         return RenderedPrompt(self._chat_text(messages), problem.answer, metadata)
 
     def rephrased(self, prompt: Prompt, rephrase: Callable[[str], str]) -> str:
-        """The text of a prompt of the domain, with another question: `rephrase` of what the
+        """Return the text of a prompt of the domain, with another question: `rephrase` of what the
         template has as `{question}`, or of what the user says last in a conversation."""
         if not self._is_chat:
             return self._template.render(rephrase(prompt.question), prompt.metadata)
@@ -109,7 +109,7 @@ class PromptRenderer:
 
 
 def messages_of(problem: Problem, domain: DomainConfig) -> list[Message]:
-    """What the chat template is given for a problem."""
+    """Return what the chat template is given for a problem."""
     conversation = problem.metadata.get(MESSAGES)
     if conversation is None:
         template = PromptTemplate(domain.question_template, where=f"[[domains]] {domain.name}")

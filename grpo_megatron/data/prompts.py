@@ -34,7 +34,7 @@ class Splits:
 def load_splits(
     config: RunConfig, tokenizer: TextTokenizer, images: ImageReader | None = None
 ) -> Splits:
-    """Every prompt of the recipe, rendered, tokenised, deduplicated and split.
+    """Return every prompt of the recipe, rendered, tokenised, deduplicated and split.
 
     images: of a model that sees.
 
@@ -60,7 +60,8 @@ def load_prompts(
     tokenizer: TextTokenizer,
     images: ImageReader | None = None,
 ) -> list[Prompt]:
-    """The prompts of one domain in the source's order. Ids are stable: domain + text hash."""
+    """Return the prompts of one domain in the source's order. Ids are stable: domain + text
+    hash."""
     return tokenised(domain, load_problems(domain, seed), tokenizer, images)
 
 
@@ -70,7 +71,7 @@ def tokenised(
     tokenizer: TextTokenizer,
     images: ImageReader | None = None,
 ) -> list[Prompt]:
-    """Prompts of `problems` in their order, by the domain's template.
+    """Return prompts of `problems` in their order, by the domain's template.
 
     images: of a model that sees; problems whose images it cannot see are left out."""
     problems = list(problems)
@@ -141,7 +142,7 @@ def _fitting(
 
 
 def text_hash(text: str) -> str:
-    """The sort key of splits and the stem of prompt ids: sha256, hex."""
+    """Return the sort key of splits and the stem of prompt ids: sha256, hex."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
@@ -187,7 +188,8 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
 
 
 def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Parts of `total` in proportion to `sizes`: largest remainder, each at least one if it can."""
+    """Return parts of `total` in proportion to `sizes`: largest remainder, each at least one if it
+    can."""
     floor = int(total >= len(sizes))
     rest = total - floor * len(sizes)
     size = max(1, sum(sizes.values()))

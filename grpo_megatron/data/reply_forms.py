@@ -17,9 +17,9 @@ _NO_CALL_ID = "malformed"
 
 
 def reply_forms(reply: Message, *, splits_thoughts: bool) -> list[Message]:
-    """Messages that say the same as `reply`, in the order in which they are tried; a restart has
-    the first. `splits_thoughts`: whether the template reads `reasoning_content`. DataError where
-    the arguments of a call are text that is no JSON."""
+    """Return messages that say the same as `reply`, in the order in which they are tried; a restart
+    has the first. `splits_thoughts`: whether the template reads `reasoning_content`. Raises
+    DataError where the arguments of a call are text that is no JSON."""
     content = reply.get("content") or ""
     bodies = [{"content": content}]
     if splits_thoughts and REASONING not in reply:
@@ -39,8 +39,9 @@ def reply_forms(reply: Message, *, splits_thoughts: bool) -> list[Message]:
 
 
 def with_call_ids(messages: Sequence[Message], reply: Message) -> list[Message]:
-    """Messages of which each result of a tool names its call: templates write that, or insist. A
-    result without an id is of the next call of the reply; without calls, of a malformed one."""
+    """Return messages of which each result of a tool names its call: templates write that, or
+    insist. A result without an id is of the next call of the reply; without calls, of a malformed
+    one."""
     ids = [str(call.get("id", _NO_CALL_ID)) for call in reply.get("tool_calls") or ()]
     named = []
     for message in messages:
@@ -54,7 +55,7 @@ def with_call_ids(messages: Sequence[Message], reply: Message) -> list[Message]:
 
 
 def said_by_user(messages: Sequence[Message]) -> list[Message]:
-    """The messages with what tools say as said by the user."""
+    """Return the messages with what tools say as said by the user."""
     changed = []
     for message in messages:
         if message["role"] == "tool":
@@ -74,7 +75,7 @@ def _split_thought(content: str) -> dict[str, str] | None:
 
 
 def _without_last_space(bodies: list[dict[str, str]]) -> list[dict[str, str]]:
-    """White space in front of a call may be the template's own, or the policy's."""
+    """Drop white space in front of a call: it may be the template's own, or the policy's."""
     forms = []
     for body in bodies:
         forms.append(body)
@@ -85,7 +86,7 @@ def _without_last_space(bodies: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _calls(calls: list[dict[str, Any]] | None) -> list[list[dict[str, Any]] | None]:
-    """With arguments as tables, then as text, as templates differ."""
+    """Return the calls with arguments as tables, then as text: templates take one or the other."""
     if not calls:
         return [None]
     return [_with_arguments(calls, _as_table), _with_arguments(calls, _as_text)]

@@ -20,8 +20,8 @@ _ABSENT = "it must be where the controller runs, also in a container"
 
 
 def read_rows(path: Path, split: str | None = None) -> Rows:
-    """Every row of a file, or of a folder's files, in order of their names. DataError with file
-    and line for what cannot be read.
+    """Return every row of a file, or of a folder's files, in order of their names. Raises DataError
+    with file and line for what cannot be read.
 
     split: for a folder with several, for example "train"."""
     for file in data_files(path, split):
@@ -29,9 +29,9 @@ def read_rows(path: Path, split: str | None = None) -> Rows:
 
 
 def data_files(path: Path, split: str | None = None) -> list[Path]:
-    """The files that are read for `path`. Of a folder, and all below it, those of the first kind
-    that it has: Parquet, JSONL, JSON, CSV. DataError where there is none, where several splits
-    would be mixed, or a shard is missing."""
+    """Return the files that are read for `path`. Of a folder, and all below it, those of the first
+    kind that it has: Parquet, JSONL, JSON, CSV. Raises DataError where there is none, where several
+    splits would be mixed, or a shard is missing."""
     if not path.is_dir():
         if path.suffix not in _READERS:
             raise DataError(
@@ -84,7 +84,7 @@ def _of_split(folder: Path, files: Sequence[Path], split: str | None) -> list[Pa
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a file's name or a folder above it says; None where none does."""
+    """Return the split that a file's name or a folder above it says; None where none does."""
     for part in (path.stem, *reversed(path.parts[:-1])):
         word = re.split(r"[-_.]", part.lower())[0]
         if word in _SPLITS:
@@ -93,8 +93,8 @@ def _split_of(path: Path) -> str | None:
 
 
 def _refuse_missing_shards(folder: Path, files: Sequence[Path]) -> None:
-    """DataError where `train-00000-of-00003` is there and its second part is not, or where shards
-    of several data sets would be mixed."""
+    """Raise DataError where `train-00000-of-00003` is there and its second part is not, or where
+    shards of several data sets would be mixed."""
     numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
     for file in files:
         shard = _SHARD.fullmatch(file.stem)

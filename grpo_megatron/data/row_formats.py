@@ -32,8 +32,8 @@ _INCORRECT = ("incorrect_answer_1", "incorrect_answer_2", "incorrect_answer_3")
 
 
 def problem_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> Problem:
-    """The problem of a row. `prompt_field` and `answer_field` are looked at first, then the formats
-    of benchmarks. DataError names the row, what it lacks and what it has."""
+    """Return the problem of a row. `prompt_field` and `answer_field` are looked at first, then the
+    formats of benchmarks. DataError names the row, what it lacks and what it has."""
     has_own_fields = domain.prompt_field in fields and domain.answer_field in fields
     named = {name.lower().replace(" ", "_"): value for name, value in fields.items()}
     if has_own_fields:
@@ -48,8 +48,8 @@ def problem_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> P
 
 
 def text_of(where: str, fields: Mapping[str, Any], name: str, setting: str) -> str:
-    """The text or number in a field; DataError where there is none. setting: what names the field
-    in the recipe."""
+    """Return the text or number in a field. Raises DataError where there is none. setting: what
+    names the field in the recipe."""
     if name not in fields:
         raise _no_field(where, fields, name, setting)
     value = fields[name]
@@ -91,8 +91,8 @@ def _of_own_fields(where: str, fields: Mapping[str, Any], domain: DomainConfig) 
 
 
 def prompt_field_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> str:
-    """Where the row has its prompt: in the field that the recipe names, else in a usual one. With
-    a chat template a conversation comes before a question that was made of it."""
+    """Return where the row has its prompt: in the field that the recipe names, else in a usual one.
+    With a chat template a conversation comes before a question that was made of it."""
     usual = [domain.prompt_field]
     if domain.prompt_field == _DEFAULT_FIELD:
         usual = [_DEFAULT_FIELD, "prompt", MESSAGES]
@@ -153,7 +153,7 @@ def _of_math(where: str, named: Mapping[str, Any]) -> Problem:
 
 
 def last_boxed(solution: str) -> str | None:
-    """What stands in the last `\\boxed{…}` (or `\\boxed 5`); None where there is none."""
+    r"""Return what stands in the last `\boxed{…}` (or `\boxed 5`); None where there is none."""
     boxes = list(_BOXED.finditer(solution))
     if not boxes:
         return None
@@ -192,7 +192,7 @@ def _of_gpqa(where: str, named: Mapping[str, Any]) -> Problem:
 
 
 def _shuffled(choices: Sequence[str], *, seed: str) -> list[str]:
-    """In an order that depends on the texts alone."""
+    """Return the choices in an order that depends on the texts and the seed alone."""
 
     def key(choice: str) -> bytes:
         return hashlib.sha256(f"{seed}\0{choice}".encode()).digest()
@@ -242,14 +242,14 @@ def _test_cases(where: str, named: Mapping[str, Any], field: str) -> list[Mappin
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Of plain data only: a pickle from elsewhere may not name anything to be called."""
+    """Reads plain data only: a pickle from elsewhere may not name anything to be called."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no text")
 
 
 def _program_tests(cases: Sequence[Mapping[str, Any]], details: Any) -> str:
-    """Tests of programs that read and print, or of a method of `Solution` (`func_name`)."""
+    """Return tests of programs that read and print, or of a method of `Solution` (`func_name`)."""
     if not cases:
         raise ValueError("there are none")
     if cases[0].get("testtype") != "functional":

@@ -54,8 +54,8 @@ class PromptSampler:
             self._identity[f"prompts of domain {name!r}"] = identity
 
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
-        """The next `n` distinct prompts, none with an id in `exclude`. A domain that has too few
-        gives fewer where `exclude` is given; without it that is a DataError."""
+        """Return the next `n` distinct prompts, none with an id in `exclude`. A domain that has too
+        few gives fewer where `exclude` is given; without it that is a DataError."""
         turns: list[str] = []  # whose prompt each one is
         had = dict(self._num_drawn)
         for _ in range(n):
@@ -87,7 +87,7 @@ class PromptSampler:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: where every domain's order is, and of which prompts."""
+        """Return what a checkpoint keeps: where every domain's order is, and of which prompts."""
         return {
             "of": self._identity,
             "acceptance": self.acceptance,
@@ -112,7 +112,7 @@ class PromptSampler:
         self._num_drawn = dict(state["num_drawn"])
 
     def _next_domain(self, had: Mapping[str, int]) -> str:
-        """The domain that is furthest behind its share of the prompts. had: by domain."""
+        """Return the domain that is furthest behind its share of the prompts. had: by domain."""
         turn = sum(had.values()) + 1
         weight_sum = sum(self._weights.values())
 
@@ -145,7 +145,7 @@ class Epochs:
         self.load_state_dict({"epoch": 0, "position": 0, "deferred": []})
 
     def draw(self, count: int, exclude: Collection[str], num_drawn: int) -> list[str]:
-        """As `Curriculum.draw`, whatever was drawn before."""
+        """See `Curriculum.draw`; what was drawn before does not matter."""
         count = min(count, len(self._ids) - len(exclude))
         ids = self._take(count, exclude)
         if len(ids) < count:
@@ -157,14 +157,15 @@ class Epochs:
         return ids
 
     def observe(self, prompt_id: str, success: float) -> None:
-        """Success does not matter here."""
+        """Do nothing: success does not matter here."""
 
     def buckets(self) -> dict[str, int]:
-        """Empty: there are none without success rates."""
+        """Return nothing: there are no buckets without success rates."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the position in its order and the prompts that were moved to its end."""
+        """Return the epoch, the position in its order and the prompts that were moved to its
+        end."""
         return {"epoch": self._epoch, "position": self._position, "deferred": self._deferred}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -19,17 +19,17 @@ _FILE_ARGUMENTS = ("answer_after", "domain_field", "split")
 
 
 def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
-    """The problems of one domain in the source's order; `seed` is for procedural sources."""
+    """Return the problems of one domain in the source's order; `seed` is for procedural sources."""
     return list(iterate_problems(domain, seed))
 
 
 def first_problem(domain: DomainConfig, seed: int) -> Problem:
-    """The problem with which `load_problems` begins; nothing after it is read."""
+    """Return the problem with which `load_problems` begins; nothing after it is read."""
     return next(iterate_problems(domain, seed))
 
 
 def iterate_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
-    """The same, one after the other: nothing is read ahead."""
+    """Yield the problems of one domain, one after the other: nothing is read ahead."""
     where = f"[[domains]] {domain.name}"
     if domain.source == "file":
         return _of_file(domain)
@@ -39,7 +39,7 @@ def iterate_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
 
 
 def known_arguments(domain: DomainConfig, known: Sequence[str]) -> Mapping[str, Any]:
-    """The arguments of a file domain. DataError for one that is not `known`."""
+    """Return the arguments of a file domain. Raises DataError for one that is not `known`."""
     unknown = [key for key in domain.arguments if key not in known]
     if unknown:
         raise DataError(
@@ -51,12 +51,13 @@ def known_arguments(domain: DomainConfig, known: Sequence[str]) -> Mapping[str, 
 
 
 def _of_file(domain: DomainConfig) -> Iterator[Problem]:
-    """At most `domain.num_problems` problems of a file or a folder of shards, at least one.
+    """Yield the problems of a file or a folder of shards, at least one and at most
+    `domain.num_problems`.
 
     Of `domain.arguments`, `split` chooses files of a folder; `domain_field` keeps only the rows
     whose field of this name equals the domain's name; the answer is what follows the last
-    `answer_after` (`"####"` for GSM8K). Other fields become metadata. DataError with the line for
-    what is not as it should be."""
+    `answer_after` (`"####"` for GSM8K). Other fields become metadata. Raises DataError, with the
+    line, for what is not as it should be."""
     path = domain.path
     assert path is not None  # rule domain_source
     arguments = known_arguments(domain, _FILE_ARGUMENTS)

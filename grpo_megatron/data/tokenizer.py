@@ -39,18 +39,19 @@ class TextTokenizer:
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     def encode(self, text: str, *, where: str | None = None) -> list[int]:
-        """Token ids of `text`; DataError where there is no token for a character of it."""
+        """Return token ids of `text`. Raises DataError where there is no token for a character of
+        it."""
         return self.encode_batch([text], where=where)[0]
 
     def encode_batch(self, texts: Sequence[str], *, where: str | None = None) -> list[list[int]]:
-        """Token ids of each of `texts`; DataError as of `encode`."""
+        """Return token ids of each of `texts`; DataError as of `encode`."""
         return [encoding.ids for encoding in self._encodings(texts, where)]
 
     def encode_with_places(
         self, texts: Sequence[str], *, where: str | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """Of each text (token ids, the character at which each begins); DataError as of
-        `encode`."""
+        """Return, for each text, its token ids and the character at which each token begins. Raises
+        DataError as `encode` does."""
         found = []
         for encoding in self._encodings(texts, where):
             found.append((encoding.ids, [start for start, _ in encoding.offsets]))
@@ -79,8 +80,8 @@ class TextTokenizer:
         )
 
     def writable(self, text: str) -> str:
-        """The text with "?" for every character that the tokenizer has no token for; without these
-        characters where it has none for "?" either."""
+        """Return the text with "?" for every character that the tokenizer has no token for; without
+        these characters where it has none for "?" either."""
         replacement = "?"
         if self._lacks_remembered(replacement):
             replacement = ""
@@ -101,13 +102,14 @@ class TextTokenizer:
         return sorted(character for character in set(text) if self._lacks(character))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are skipped, the rest is decoded as it is."""
+        """Return the text of token ids; special tokens are skipped, the rest is decoded as it
+        is."""
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def end_of_turn(self, text: str) -> tuple[int, ...]:
-        """The ids that end an answer, of what a chat template writes behind it: up to the first
-        token that ends a completion, else the first special token; `eos_token_id` where it writes
-        neither."""
+        """Return the ids that end an answer, of what a chat template writes behind it: up to the
+        first token that ends a completion, else the first special token; `eos_token_id` where it
+        writes neither."""
         ids = self.encode(text)
         for ends in (self.stop_token_ids, self.special_token_ids):
             for place, token in enumerate(ids):
@@ -128,12 +130,12 @@ class TextTokenizer:
         return added
 
     def decode_exactly(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens too; what is no UTF-8 becomes U+FFFD."""
+        """Return the text of token ids, special tokens too; what is no UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """A token as the vocabulary writes it, special ones too."""
+        """Return a token as the vocabulary writes it, special ones too."""
         return self._backend.id_to_token(token_id) or f"<{token_id}>"
 
     def _lacks(self, char: str) -> bool:
@@ -147,7 +149,8 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer of a checkpoint directory; DataError where it is unreadable or has no end."""
+    """Return the tokenizer of a checkpoint directory. Raises DataError where it is unreadable or
+    has no end."""
     backend = _backend(path)
     settings = _read_json(path / "tokenizer_config.json")
     generation = _read_json(path / "generation_config.json")
@@ -173,7 +176,8 @@ def load_tokenizer(path: Path) -> TextTokenizer:
 
 
 def _special_id(backend: Tokenizer, settings: Mapping[str, Any], kind: str) -> int | None:
-    """The id of `eos_token` or `unk_token`; tokenizer_config.json has its text, or fields."""
+    """Return the id of `eos_token` or `unk_token`; tokenizer_config.json has its text, or
+    fields."""
     text = settings.get(kind)
     if isinstance(text, dict):
         text = text.get("content")
@@ -183,7 +187,7 @@ def _special_id(backend: Tokenizer, settings: Mapping[str, Any], kind: str) -> i
 
 
 def _end_ids(settings: Mapping[str, Any]) -> list[int]:
-    """Of `eos_token_id`, which is one id, several or none."""
+    """Return the ids of `eos_token_id`, which is one id, several or none."""
     found = settings.get("eos_token_id")
     if found is None:
         return []

@@ -80,8 +80,8 @@ _SIGNS = (
 
 
 def call_format(name: str, template: ChatTemplate) -> str:
-    """The name of a format; of `auto`, the one in which the template writes calls. ConfigError
-    where it has none that is known."""
+    """Return the name of a format; of `auto`, the one in which the template writes calls.
+    ConfigError where it has none that is known."""
     if name != AUTO:
         return name
     for signs, found in _SIGNS:
@@ -102,7 +102,7 @@ def begins_call(name: str, text: str) -> bool:
 
 
 def num_begun_calls(name: str, text: str) -> int:
-    """How many calls a reply begins, as far as its format shows it."""
+    """Return how many calls a reply begins, as far as its format shows it."""
     each = FORMATS.get(name, CallFormat()).each
     if not each:
         return 0
@@ -110,7 +110,8 @@ def num_begun_calls(name: str, text: str) -> int:
 
 
 def text_before_calls(name: str, text: str) -> str:
-    """What a reply says in front of its first call, without what the template writes between."""
+    """Return what a reply says in front of its first call, without what the template writes
+    between."""
     if name == "llama3_json":
         return ""  # a call is the whole reply
     place = _opening_of(name, text)
@@ -120,7 +121,7 @@ def text_before_calls(name: str, text: str) -> str:
 
 
 def example_of(name: str) -> str:
-    """How a call is written; empty for formats that are known by name only."""
+    """Return how a call is written; empty for formats that are known by name only."""
     return FORMATS.get(name, CallFormat()).example
 
 

@@ -148,7 +148,7 @@ def _reply(tokens: TurnTokens, kind: _Kind, state: TurnState) -> Message:
 
 
 def _following(tokens: TurnTokens, role: str) -> list[Message]:
-    """A message of the environment with a marker in it, which must stay text."""
+    """Return a message of the environment with a marker in it, which must stay text."""
     content = _SAID
     for marker in tokens.markers.examples:
         content += f" {marker}"
@@ -169,9 +169,9 @@ def _function(tool: Any) -> Any:
 def _canonical_ids(
     tokens: TurnTokens, state: TurnState, reply: Message, kind: _Kind
 ) -> tuple[int, ...]:
-    """What a policy that writes as the template does would sample: the ids behind the request, up
-    to the first that ends a turn. Where the template rewrites the request or drops the thought, the
-    reply's content. A reply that is cut has no end."""
+    """Return what a policy that writes as the template does would sample: the ids behind the
+    request, up to the first that ends a turn. Where the template rewrites the request or drops the
+    thought, the reply's content. A reply that is cut has no end."""
     if not kind.cut:
         written = _written_by_template(tokens, state, reply, kind)
         if written:
@@ -209,7 +209,7 @@ def _written_by_template(
 
 
 def _first_turn(tokens: TurnTokens, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Up to the first id that ends a turn; nothing where none does."""
+    """Return the ids up to the first that ends a turn; nothing where none does."""
     for place, token_id in enumerate(token_ids):
         if token_id in tokens.stop_token_ids:
             return tuple(token_ids[: place + 1])
@@ -217,7 +217,7 @@ def _first_turn(tokens: TurnTokens, token_ids: Sequence[int]) -> tuple[int, ...]
 
 
 def _compare(tokens: TurnTokens, result: NextTurn) -> None:
-    """DataError where the ids of a request are not those of its whole text."""
+    """Raise DataError where the ids of a request are not those of its whole text."""
     state = result.state
     expected = tokens.encode(state.text, turn=state.turn).token_ids
     if state.token_ids == expected:

@@ -118,8 +118,8 @@ class TurnTokens:
         self._splits_thoughts = template.mentions(REASONING)
 
     def begin(self, messages: Sequence[Message], *, from_environment: bool = False) -> TurnState:
-        """The first request: system message, tools, question, beginning of the reply. Its ids are
-        those of transformers' `apply_chat_template` with `add_generation_prompt`.
+        """Return the first request: system message, tools, question, beginning of the reply. Its
+        ids are those of transformers' `apply_chat_template` with `add_generation_prompt`.
 
         Messages of a data set are the recipe's own: markers in them are markers, as in prompts of
         one turn. In those `from_environment` they are text."""
@@ -130,13 +130,13 @@ class TurnTokens:
         return TurnState(encoded.token_ids, text, encoded.seams, tuple(messages), 0)
 
     def reply_text(self, state: TurnState, sampled_ids: Sequence[int]) -> str:
-        """The reply as text, with what the request had opened and without the token that ended it;
-        for the environment, for parsers, and as `content` of the reply's message."""
+        """Return the reply as text, with what the request had opened and without the token that
+        ended it; for the environment, for parsers, and as `content` of the reply's message."""
         ids, _ = self._without_end(sampled_ids)
         return opening_of(state.text, self.assistant_prefix) + self.markers.text_of(ids)
 
     def reply_message(self, state: TurnState, sampled_ids: Sequence[int]) -> Message:
-        """The reply as a message without calls."""
+        """Return the reply as a message without calls."""
         return {"role": "assistant", "content": self.reply_text(state, sampled_ids)}
 
     def after(
@@ -146,8 +146,8 @@ class TurnTokens:
         reply: Message,
         new_messages: Sequence[Message],
     ) -> NextTurn:
-        """The request behind `state`, to which the policy answered `sampled_ids` and then the
-        environment `new_messages`.
+        """Return the request behind `state`, to which the policy answered `sampled_ids` and then
+        the environment `new_messages`.
 
         `reply` is the answer as a message: `content` of `reply_text`, or with calls parsed
         (`content` is then the text in front of them, `tool_calls` as in OpenAI's API, arguments as
@@ -171,7 +171,7 @@ class TurnTokens:
         return self._restart(state, sampled, all_rendered[0], turn)
 
     def forms(self, reply: Message) -> list[Message]:
-        """The reply as the template may want it, in the order in which forms are tried."""
+        """Return the reply as the template may want it, in the order in which forms are tried."""
         return reply_forms(reply, splits_thoughts=self._splits_thoughts)
 
     @property
@@ -180,9 +180,10 @@ class TurnTokens:
         return self._tokenizer.stop_token_ids
 
     def escaped(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages of the environment as text and nothing else: cut, cleaned (`environment_text`),
-        with a question mark for what the tokenizer cannot write, and with every marker in any text
-        of them escaped. DataError where one has no role or no text."""
+        """Return messages of the environment as text and nothing else: cut, cleaned
+        (`environment_text`), with a question mark for what the tokenizer cannot write, and with
+        every marker in any text of them escaped. Raises DataError where one has no role or no
+        text."""
         changed = []
         for message in messages:
             for field in ("role", "content"):
@@ -213,13 +214,13 @@ class TurnTokens:
         return self.markers.escape(self._tokenizer.writable(cleaned(text)))
 
     def render(self, messages: Sequence[Message], *, turn: int) -> str:
-        """The template's text of a conversation up to the beginning of the next reply."""
+        """Return the template's text of a conversation up to the beginning of the next reply."""
         with self._named(turn):
             text = self.template.render(messages, self._arguments, day=self._day)
         return text + self.assistant_prefix
 
     def encode(self, text: str, *, turn: int) -> EncodedText:
-        """The ids of a text that the template wrote."""
+        """Return the ids of a text that the template wrote."""
         return self.markers.encode(text, where=f"{self.template.where}, turn {turn}")
 
     def _without_end(self, sampled_ids: Sequence[int]) -> tuple[Sequence[int], int | None]:
@@ -243,7 +244,8 @@ class TurnTokens:
         forms: Sequence[Message],
         new_messages: Sequence[Message],
     ) -> list[_Rendered]:
-        """Of every form of the reply that the template takes; DataError where it takes none."""
+        """Render every form of the reply that the template takes. Raises DataError where it takes
+        none."""
         refusal = None
         rendered = []
         for form in forms:
@@ -300,7 +302,8 @@ class TurnTokens:
     def _restart(
         self, state: TurnState, sampled: _Sampled, rendered: _Rendered, turn: int
     ) -> NextTurn:
-        """The template's ids behind the last seam up to which it leaves the real text as it is."""
+        """Return the template's ids behind the last seam up to which it leaves the real text as it
+        is."""
         known_ids = state.token_ids + sampled.token_ids
         known_text = state.text + sampled.text + sampled.end_text
         seams = _all_seams(state, sampled)
@@ -333,7 +336,7 @@ class TurnTokens:
         return NextTurn(new_state, (), Restart(kind, turn, num_kept, reason))
 
     def _num_kept_seams(self, seams: Sequence[Seam], text: str, parting: int) -> int:
-        """How many seams are also seams of a text that is the same up to `parting`."""
+        """Return how many seams are also seams of a text that is the same up to `parting`."""
         for number in range(len(seams), 0, -1):
             place = seams[number - 1].character
             if place <= parting and self.markers.begins_with_marker(text, place):
@@ -360,7 +363,7 @@ class TurnTokens:
 
 
 def _all_seams(state: TurnState, sampled: _Sampled) -> tuple[Seam, ...]:
-    """Of the request and of the reply to it."""
+    """Return the seams of the request and of the reply to it."""
     return state.seams + _moved(sampled.seams, len(state.text), len(state.token_ids))
 
 
@@ -372,7 +375,7 @@ def _moved(seams: Sequence[Seam], num_characters: int, num_tokens: int) -> tuple
 
 
 def _changed_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A message with `change` of every text in it."""
+    """Return a message with `change` of every text in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -383,7 +386,7 @@ def _changed_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many items both have at their beginning."""
+    """Return how many items both have at their beginning."""
     low = 0
     high = min(len(first), len(second))
     while low < high:

@@ -37,7 +37,7 @@ class ArithmeticFault(ValueError):
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value; ArithmeticFault where the text is no arithmetic, or too large."""
+    """Return the exact value; ArithmeticFault where the text is no arithmetic, or too large."""
     text = expression.strip()
     if len(text) > LONGEST:
         raise ArithmeticFault(f"the expression has {len(text)} characters, {LONGEST} are allowed")
@@ -55,7 +55,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def written(value: Fraction) -> str:
-    """A number as people write it: `42`, `0.125`, or `22/7 (about 3.14285714286)`."""
+    """Return a number as people write it: `42`, `0.125`, or `22/7 (about 3.14285714286)`."""
     if value.denominator == 1:
         return str(value.numerator)
     rest = value.denominator
@@ -71,7 +71,7 @@ def written(value: Fraction) -> str:
 
 
 def _decimals(value: Fraction) -> str:
-    """The finite decimals of a fraction whose denominator has the factors 2 and 5 only."""
+    """Return the finite decimals of a fraction whose denominator has the factors 2 and 5 only."""
     places = 0
     while (value * 10**places).denominator != 1:
         places += 1
@@ -101,7 +101,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _number(node: ast.Constant, text: str) -> Fraction:
-    """A literal, exactly as it is written: 0.1 is one tenth."""
+    """Return a literal, exactly as it is written: 0.1 is one tenth."""
     if type(node.value) is int:
         return Fraction(node.value)
     segment = ast.get_source_segment(text, node) or ""

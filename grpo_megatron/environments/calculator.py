@@ -34,5 +34,5 @@ class Calculator(ToolEnvironment):
             raise ToolError(str(error)) from error
 
     async def score(self, text: str) -> float:
-        """The reward of the answer."""
+        """Return the reward of the answer."""
         return await self._final.score(text, self.problem)

@@ -14,7 +14,7 @@ _REMEDY = "see grpo_megatron/environments/protocol.py for what it returns"
 
 
 def checked_observation(found: object, characters: int) -> Observation:
-    """The observation, with messages of at most so many `characters`.
+    """Return the observation, with messages of at most so many `characters`.
 
     Raises EpisodeError where it is none, or holds something of another type."""
     if not isinstance(found, Observation):
@@ -36,7 +36,7 @@ def checked_observation(found: object, characters: int) -> Observation:
 
 
 def checked_step(found: object, characters: int) -> Step:
-    """The step, with messages of at most so many `characters`.
+    """Return the step, with messages of at most so many `characters`.
 
     Raises EpisodeError where it is none, holds something of another type, or neither replies nor
     ends the episode."""
@@ -91,7 +91,7 @@ def _outcome(found: object) -> Outcome:
 
 
 def _number(value: Any, name: str) -> float:
-    """A finite float, or NaN."""
+    """Return a finite float, or NaN."""
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
     if isinstance(value, str) or not is_number:
         raise _fault(f"{name} is {type(value).__name__}, not a number")

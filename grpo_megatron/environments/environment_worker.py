@@ -129,8 +129,8 @@ class Worker:
         return Closed(request.request)
 
     async def _limited(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """The result of `work`; Unscorable where it takes too long, whether it can be cancelled or
-        not."""
+        """Return the result of `work`; Unscorable where it takes too long, whether it can be
+        cancelled or not."""
         task = asyncio.create_task(_guarded(work))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task.add_done_callback(lambda _: _end(ended))
@@ -176,7 +176,7 @@ def _end(ended: asyncio.Future[None]) -> None:
 
 
 async def _guarded(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """An environment that wants to end the process ends its episode."""
+    """Await `work`; an environment that wants to end the process ends its episode instead."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
@@ -184,7 +184,7 @@ async def _guarded(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _bound(begin: Begin) -> BoundEnvironment:
-    """The environment, imported within its limits; EpisodeError as by `bind`."""
+    """Return the environment, imported within its limits; EpisodeError as by `bind`."""
     isolation.limit_memory_and_files(begin.memory_bytes)
     isolation.allow_cpu(120.0)
     if not begin.network:

@@ -64,7 +64,7 @@ class Failures:
             )
 
     def take_metrics(self) -> dict[str, float]:
-        """Counts since the last call."""
+        """Return counts since the last call."""
         metrics = {}
         for kind in ("episodes", "spoilt", "lost", "ends"):
             metrics[f"environment/{self._domain}/{kind}"] = float(self._counts.pop(kind, 0))

@@ -21,7 +21,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _with_rules(problem: Problem, rules: str) -> tuple[Message, ...]:
-    """The problem's conversation, with the rules below what the user says last."""
+    """Return the problem's conversation, with the rules below what the user says last."""
     return tuple(with_last_question(opening(problem), lambda said: f"{said}\n\n{rules}".strip()))
 
 
@@ -51,12 +51,12 @@ class Game:
         """Nothing is held."""
 
     def outcome(self, is_won: bool) -> Outcome:
-        """Of the game as it stands."""
+        """Return the outcome of the game as it stands."""
         metrics = {"moves": float(self._num_moves), "invalid_moves": float(self._num_invalid)}
         return Outcome(float(is_won), metrics)
 
     def after_move(self, told: str, state: str, *, is_valid: bool, is_won: bool) -> Step:
-        """The step of a turn that left the game in `state`."""
+        """Return the step of a turn that left the game in `state`."""
         self._num_moves += 1
         reward = float(is_won)
         if not is_valid:
@@ -99,7 +99,7 @@ class LightsOut(Game):
             )
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
-        """A board that seed and question decide."""
+        """Make the board that seed and question decide."""
         places = []
         for row in range(1, self._size + 1):
             for column in range(1, self._size + 1):
@@ -170,7 +170,7 @@ class GuessNumber(Game):
         _check_positive(largest=largest, max_moves=max_moves)
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
-        """A number that seed and question decide."""
+        """Return a number that seed and question decide."""
         self._number = _randomness("guess_number", problem, seed).randint(1, self._largest)
         rules = (
             f"I think of a whole number from 1 to {self._largest}. Guess it: write one number in "

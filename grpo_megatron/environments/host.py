@@ -91,7 +91,7 @@ class EnvironmentProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Id of the process that runs now; None: it does not."""
         if self._process is None:
             return None
         return self._process.pid
@@ -125,7 +125,8 @@ class EnvironmentProcess:
             return self.life
 
     async def ask(self, request: Request, life: int, wanted: type[_Wanted]) -> _Wanted:
-        """The answer of the process that was started as `life`. Unscorable where there is none."""
+        """Return the answer of the process that was started as `life`. Unscorable where there is
+        none."""
         if life != self.life or self._process is None or self._writer is None:
             raise Unscorable("its process has ended")
         try:
@@ -149,7 +150,7 @@ class EnvironmentProcess:
         return answer
 
     def next_request(self) -> int:
-        """A number that no other request has."""
+        """Return a number that no other request has."""
         return next(self._requests)
 
     async def close(self) -> None:
@@ -376,14 +377,15 @@ class EnvironmentHost:
 
     @property
     def processes(self) -> list[EnvironmentProcess]:
-        """Of all domains."""
+        """The processes of all domains."""
         processes: list[EnvironmentProcess] = []
         for of_domain in self._processes.values():
             processes += of_domain
         return processes
 
     def environment(self, domain: str) -> HostedEnvironment | ServedEnvironment:
-        """An environment for one episode of a domain. KeyError for one that has none."""
+        """Return an environment for one episode of a domain. Raises KeyError for one that has
+        none."""
         if domain in self._servers:
             return ServedEnvironment(self._servers[domain])
         if domain not in self._processes:
@@ -405,7 +407,7 @@ class EnvironmentHost:
 
 
 def _told(exit_code: int | None) -> str:
-    """What an exit code says, in words."""
+    """Return what an exit code says, in words."""
     if exit_code is None:
         return "it closed its output"
     if exit_code >= 0:

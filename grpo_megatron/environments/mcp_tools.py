@@ -78,7 +78,8 @@ class McpTools(ToolEnvironment):
             raise Unscorable(f"no MCP server: {self._why()}")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that the tool returns; ToolError where the server says that it is an error."""
+        """Return the text that the tool returns. Raises ToolError where the server says that it is
+        an error."""
         if name not in self._schemas:
             raise ToolError(f"there is no tool {name!r}; {did_you_mean(name, self._schemas)}")
         check_arguments(self._schemas[name], arguments)
@@ -95,7 +96,7 @@ class McpTools(ToolEnvironment):
         return text
 
     async def score(self, text: str) -> float:
-        """The reward of the answer."""
+        """Return the reward of the answer."""
         return await self._final.score(text, self.problem)
 
     async def close(self) -> None:
@@ -135,7 +136,7 @@ class McpTools(ToolEnvironment):
                     result.set_result(answer)
 
     def _why(self) -> str:
-        """What ended the session."""
+        """Return what ended the session."""
         assert self._session is not None
         with contextlib.suppress(asyncio.CancelledError):
             error = self._session.exception()
@@ -146,7 +147,7 @@ class McpTools(ToolEnvironment):
 
 
 def _text_of(part: Any) -> str:
-    """A part of a result; what is no text is named."""
+    """Return a part of a result; what is no text is named."""
     text = getattr(part, "text", None)
     if isinstance(text, str):
         return text

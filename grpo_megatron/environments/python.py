@@ -88,7 +88,7 @@ class PythonInterpreter(ToolEnvironment):
         return f"{printed}\nerror: {self._why(outcome)}; the cell was undone".lstrip()
 
     async def score(self, text: str) -> float:
-        """The reward of the answer."""
+        """Return the reward of the answer."""
         return await self._final.score(text, self.problem)
 
     def _why(self, outcome: sandbox.Outcome) -> str:
@@ -100,7 +100,7 @@ class PythonInterpreter(ToolEnvironment):
 
 
 def _free() -> asyncio.Semaphore:
-    """As many programs at a time as there are cores, for each event loop."""
+    """Return what lets as many programs run at a time as there are cores, for each event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _running:
         _running[loop] = asyncio.Semaphore(os.cpu_count() or 1)

@@ -74,7 +74,7 @@ class BoundEnvironment:
     network: bool
 
     def make(self) -> Environment:
-        """An environment for one episode."""
+        """Return an environment for one episode."""
         return self.factory(**self.arguments)
 
 
@@ -104,8 +104,8 @@ def bind(name: str, arguments: Mapping[str, Any]) -> BoundEnvironment:
 
 
 def reference_of(name: str) -> str:
-    """The `module:function` of a name; EpisodeError where nothing is called so, or two packages
-    register it."""
+    """Return the `module:function` of a name. Raises EpisodeError where nothing is called so, or
+    two packages register it."""
     if ":" in name:
         return name
     if name in SHIPPED:
@@ -126,7 +126,7 @@ def reference_of(name: str) -> str:
 
 
 def known_names() -> list[str]:
-    """All names, sorted: shipped ones and entry points."""
+    """Return all names, sorted: shipped ones and entry points."""
     names = set(SHIPPED)
     for point in entry_points(group=GROUP):
         names.add(point.name)
@@ -154,7 +154,8 @@ def _refuse_strange_arguments(
 
 
 def _refuse_missing_methods(name: str, factory: Callable[..., Any]) -> None:
-    """Of a class; what a function returns is seen when it is called."""
+    """Refuse a class without the methods of an environment; what a function returns is seen when it
+    is called."""
     if not inspect.isclass(factory):
         return
     for method in _METHODS:

@@ -101,12 +101,12 @@ class Search(ToolEnvironment):
         return f"{found[0]}\n\n{found[1]}"
 
     async def score(self, text: str) -> float:
-        """The reward of the answer."""
+        """Return the reward of the answer."""
         return await self._final.score(text, self.problem)
 
 
 def index_path(corpus: str, index: str | None) -> Path:
-    """Where the index of a corpus lies."""
+    """Return where the index of a corpus lies."""
     if index is not None:
         return Path(index)
     return Path(f"{assets.input_path(Path(corpus))}.fts5")

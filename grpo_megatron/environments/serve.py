@@ -68,7 +68,7 @@ class Server:
         self._episodes: dict[str, _Episode] = {}
 
     def application(self) -> web.Application:
-        """What aiohttp runs."""
+        """Return what aiohttp runs."""
         application = web.Application(middlewares=[self._guard], client_max_size=LONGEST_LINE)
         application.router.add_post("/reset", self._reset)
         application.router.add_post("/step", self._step)

@@ -25,8 +25,8 @@ _WAIT_S = 600.0
 
 
 def server_role(number: int) -> str:
-    """The role of a server, by its number among those of all domains (`RunConfig
-    .environment_servers`); also the name of its endpoint's file."""
+    """Return the role of a server, by its number among those of all domains
+    (`RunConfig .environment_servers`); also the name of its endpoint's file."""
     return f"environment-{number}"
 
 

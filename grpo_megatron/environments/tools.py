@@ -61,7 +61,7 @@ def tool(description: str, **parameters: str) -> Callable[[_Tool], _Tool]:
 def schema_of(
     method: Callable[..., Any], description: str, parameters: Mapping[str, str]
 ) -> ToolSchema:
-    """The schema of a method with plain parameters; EpisodeError as by `tool`."""
+    """Return the schema of a method with plain parameters; EpisodeError as by `tool`."""
     hints = typing.get_type_hints(method)
     properties = {}
     required = []
@@ -86,7 +86,7 @@ def schema_of(
 
 
 def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSchema:
-    """A tool as chat templates take it; `parameters` is a JSON schema of an object."""
+    """Return a tool as chat templates take it; `parameters` is a JSON schema of an object."""
     function = {"name": name, "description": description, "parameters": dict(parameters)}
     return {"type": "function", "function": function}
 
@@ -122,7 +122,7 @@ def _json_type(value: Any) -> str:
 
 
 def opening(problem: Problem) -> tuple[Message, ...]:
-    """The conversation with which a problem begins: that of the recipe, or its question."""
+    """Return the conversation with which a problem begins: that of the recipe, or its question."""
     messages = problem.metadata.get(MESSAGES)
     if messages:
         return tuple(messages)
@@ -171,7 +171,7 @@ class FinalAnswer:
         cls(reward, reward_arguments)
 
     async def score(self, text: str, problem: Problem) -> float:
-        """The reward of an answer to the problem; NaN: it cannot be scored."""
+        """Return the reward of an answer to the problem; NaN: it cannot be scored."""
         context = {"prompt": problem.question, "metadata": dict(problem.metadata)}
         value = self._reward(text, problem.answer, context)
         if inspect.isawaitable(value):
@@ -217,7 +217,7 @@ class ToolEnvironment:
         return Observation(messages, self.tools, self._history.state, self._outcome(0.0))
 
     async def step(self, reply: Reply) -> Step:
-        """Results of the calls, or the end where there are none."""
+        """Return results of the calls, or the end where there are none."""
         if not reply.tool_calls and reply.error is None:
             reward = await self.score(reply.text)
             return Step(done=True, state=self._history.state, outcome=self._outcome(reward))
@@ -232,7 +232,7 @@ class ToolEnvironment:
         return Step(tuple(messages), state=self._history.state, outcome=self._outcome(0.0))
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The result of a tool. Raises ToolError for a call that cannot work."""
+        """Return the result of a tool. Raises ToolError for a call that cannot work."""
         methods = self._tool_methods()
         if name not in methods:
             raise ToolError(f"there is no tool {name!r}; {did_you_mean(name, methods)}")
@@ -273,7 +273,7 @@ def _tell(messages: list[Message], error: str) -> None:
 
 
 def result_message(call: ToolCall, content: str) -> Message:
-    """A tool's result, as chat templates take it."""
+    """Return a tool's result, as chat templates take it."""
     message: Message = {"role": "tool", "name": call.name, "content": content}
     if call.id:
         message["tool_call_id"] = call.id

@@ -102,7 +102,7 @@ class VerifiersEnvironment:
             await asyncio.gather(episode, return_exceptions=True)
 
     async def _next(self) -> tuple[list[Message], tuple[ToolSchema, ...]] | None:
-        """What the policy is asked next; None where the episode has ended."""
+        """Return what the policy is asked next; None where the episode has ended."""
         assert self._episode is not None, "reset comes first"
         asking = asyncio.create_task(self._asked.get())
         try:
@@ -114,7 +114,7 @@ class VerifiersEnvironment:
             asking.cancel()
 
     def _state(self) -> Any:
-        """What the loop has left behind. Unscorable where an error ended it."""
+        """Return what the loop has left behind. Unscorable where an error ended it."""
         assert self._episode is not None
         state = self._episode.result()
         error = state.get("error")
@@ -134,7 +134,7 @@ class VerifiersEnvironment:
         return Outcome(float(state["reward"]), metrics)
 
     async def _exchange(self, prompt: Sequence[Any], tools: Sequence[Any] | None) -> Reply:
-        """The policy's answer to a prompt of the library."""
+        """Return the policy's answer to a prompt of the library."""
         schemas = []
         for found in tools or ():
             schemas.append(tool_schema(found.name, found.description, found.parameters))
@@ -143,7 +143,8 @@ class VerifiersEnvironment:
 
 
 def load(environment: str, arguments: Mapping[str, Any] | None = None) -> Any:
-    """The library's environment, made once a process; EpisodeError where it cannot be made."""
+    """Return the library's environment, made once a process. Raises EpisodeError where it cannot be
+    made."""
     return _loaded(environment, json.dumps(dict(arguments or {}), sort_keys=True))
 
 
@@ -164,7 +165,7 @@ def _loaded(environment: str, arguments: str) -> Any:
 
 
 def _plain(message: Any) -> Message:
-    """A message of the library in the form of chat templates."""
+    """Return a message of the library in the form of chat templates."""
     found: dict[str, Any] = message.model_dump(exclude_none=True)
     content = found.get("content", "")
     if not isinstance(content, str):
@@ -180,7 +181,7 @@ def _plain(message: Any) -> Message:
 
 
 def _policy_client(exchange: Any) -> Any:
-    """A client of the library whose model is the policy."""
+    """Return a client of the library whose model is the policy."""
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
 

@@ -53,7 +53,7 @@ class Reset(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def problem(self) -> Problem:
-        """As the environment takes it."""
+        """The problem, as the environment takes it."""
         return Problem(self.question, self.answer, self.metadata)
 
 
@@ -181,7 +181,7 @@ ANSWERS: msgspec.json.Decoder[Answer | Beat] = msgspec.json.Decoder(Answer | Bea
 
 
 def line(message: Any) -> bytes:
-    """A message as a line. Raises TypeError or ValueError for what is no JSON or no text."""
+    """Return a message as a line. Raises TypeError or ValueError for what is no JSON or no text."""
     try:
         return ENCODER.encode(message) + b"\n"
     except RecursionError as error:

@@ -20,7 +20,7 @@ class EngineMembers:
         return self._members.get(index) == "leaving"
 
     def free_number(self) -> int:
-        """The lowest number that no engine has."""
+        """Return the lowest number that no engine has."""
         index = 0
         while index in self._members:
             index += 1

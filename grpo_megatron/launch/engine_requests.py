@@ -132,7 +132,7 @@ def engine_lines(run_dir: RunDir) -> Iterator[str]:
 
 
 def _unjoined(run_dir: RunDir) -> set[str]:
-    """Engines that were started after the others and have not joined."""
+    """Return engines that were started after the others and have not joined."""
     unjoined: set[str] = set()
     for event in read_events(run_dir.events):
         role = str(event.get("role", ""))

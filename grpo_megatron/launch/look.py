@@ -56,7 +56,7 @@ class Look:
 
 
 def process_state(pid: int) -> str:
-    """The state of a process as /proc has it; empty: there is none."""
+    """Return the state of a process as /proc has it; empty: there is none."""
     return _state_in(Path(f"/proc/{pid}/stat"))
 
 

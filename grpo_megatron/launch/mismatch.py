@@ -46,7 +46,7 @@ async def _measure(
     notes = []
 
     async def columns(weights_of: int, flags: Sequence[str], layers: bool) -> tuple:
-        """Log-probs by routing, their metrics, the recipe with `flags`."""
+        """Return log-probs by routing, their metrics, the recipe with `flags`."""
         async with offline_trainer(run_dir, flags, f"mismatch-{step}") as trainer:
             await trainer.go_to(weights_of)
             to = trainer.scratch.root / "gaps.safetensors"

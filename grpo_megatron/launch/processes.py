@@ -85,7 +85,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As a shell reports it: 128 + signal for a killed process."""
+        """Return the exit code as a shell reports it: 128 + signal for a killed process."""
         if self.process is None:
             return None
         code = self.process.poll()

@@ -64,9 +64,9 @@ def was_killed(end: End) -> bool:
 
 
 def first_cause(ends: Sequence[End]) -> End:
-    """Of the trainer ranks that ended with an error, the one that the others may have followed: a
-    killed one, else one with an error that has a name, else one that crashed, maybe because a
-    collective lost a member."""
+    """Return, among the ends of trainer ranks with an error, the one that the others may have
+    followed: a killed rank, else one with an error that has a name, else one that crashed, maybe
+    because a collective lost a member."""
 
     def order(end: End) -> int:
         if was_killed(end):

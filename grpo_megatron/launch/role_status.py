@@ -40,7 +40,8 @@ def role_lines(run_dir: RunDir, pause: Callable[[float], None] = time.sleep) -> 
 
 
 def role_state(record: ProgressRecord, age_s: float) -> str:
-    """In a word or two; of a process of this machine also whether it is there and stopped.
+    """Say in a word or two how a role is; for a process of this machine also whether it is there
+    and stopped.
 
     age_s: seconds since the record was written."""
     if record.host == socket.gethostname():
@@ -63,7 +64,8 @@ def _is_of_this_boot(record: ProgressRecord) -> bool:
 
 
 def _age_s(record: ProgressRecord) -> float:
-    """Seconds since a record was written; below 0: the clock of its node is ahead of this one's."""
+    """Return seconds since a record was written; below 0: the clock of its node is ahead of this
+    one's."""
     if _is_of_this_boot(record):
         return up_seconds() - record.up_s
     return time.time() - record.written_at

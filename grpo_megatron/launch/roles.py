@@ -37,7 +37,7 @@ class LocalProcesses:
         self.run_dir = run_dir
 
     def trainers(self) -> list[ChildProcess]:
-        """One process a rank."""
+        """Return one process a rank."""
         layout = self.config.trainer
         ranks = []
         for rank in range(layout.num_ranks):
@@ -46,11 +46,11 @@ class LocalProcesses:
         return ranks
 
     def replicas(self) -> list[ChildProcess]:
-        """One process a vLLM server."""
+        """Return one process a vLLM server."""
         return [self.replica(index) for index in range(self.config.num_replicas)]
 
     def replica(self, index: int) -> ChildProcess:
-        """One of them."""
+        """Return the process of one vLLM server."""
         return self._child(f"rollout-{index}", REPLICA, str(index))
 
     def why_no_room(self, index: int) -> str:
@@ -64,11 +64,11 @@ class LocalProcesses:
         return f"this machine has GPUs for {places} engines, which are all taken"
 
     def workers(self) -> list[ChildProcess]:
-        """One process a server, which has its prompts answered and writes the samples."""
+        """Return one process a server, which has its prompts answered and writes the samples."""
         return [self.worker(index) for index in range(self.config.num_replicas)]
 
     def worker(self, index: int) -> ChildProcess:
-        """One of them."""
+        """Return the process of one server's worker."""
         return self._child(f"worker-{index}", WORKER, str(index), env=ONE_THREAD)
 
     def reward_hosts(self) -> list[ChildProcess]:
@@ -80,7 +80,7 @@ class LocalProcesses:
         return hosts
 
     def environment_server(self, number: int) -> ChildProcess:
-        """One of `RunConfig.environment_servers`."""
+        """Return one of `RunConfig.environment_servers`."""
         return self._child(f"environment-{number}", ENVIRONMENT_SERVER, str(number), env=ONE_THREAD)
 
     def controller(self) -> ChildProcess:
@@ -92,8 +92,8 @@ class LocalProcesses:
         stop_all(children)
 
     def pids(self, child: ChildProcess) -> dict[str, int | None]:
-        """The roles of a child that was started, with the number of the process on this machine
-        that each of them is."""
+        """Return the roles of a child that was started, with the number of the process on this
+        machine that each of them is."""
         return {child.name: child.started.pid}
 
     def look(self, record: ProgressRecord, log: Path, probe: Path) -> Look | None:

@@ -91,7 +91,8 @@ def render_job(directory: Path, site: str, sizes: JobSizes, arguments: Sequence[
 
 
 def _site_file(site: str) -> Path:
-    """A file of the user's, or else the shipped one of that name. ConfigError: there is neither."""
+    """Return the user's file, or else the shipped one of that name. Raises ConfigError: there is
+    neither."""
     shipped = assets.root() / "slurm" / "sites"
     for path in (Path(site), shipped / f"{site}.env"):
         if path.is_file():
@@ -148,7 +149,8 @@ def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> st
 
 
 def resume(path: Path, overrides: Sequence[str]) -> str:
-    """As `submit_again`; ConfigError for a finished run, or overrides that its script lacks."""
+    """Submit the kept script again, as `submit_again` does. Raises ConfigError for a finished run,
+    or overrides that its script lacks."""
     run_dir = RunDir(path)
     refuse_active(run_dir)
     if run_dir.result.exists() and not overrides:

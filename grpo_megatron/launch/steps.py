@@ -57,13 +57,14 @@ class Step(ChildProcess):
     """Where in the log its own words begin, behind those of one with its name before it."""
 
     def start(self) -> None:
-        """As of every child; it is killed when the supervisor dies."""
+        """Start the step as any child; it is killed when the supervisor dies."""
         if self.log.exists():
             self.log_start = self.log.stat().st_size
         super().start()
 
     def end(self) -> End:
-        """Of the task that ended first; srun's own exit code is the highest of all."""
+        """Return the end of the task that ended first; srun's own exit code is the highest of all
+        tasks."""
         said = self.log.read_bytes()[self.log_start :].decode(errors="replace")
         words = _TASK_ENDED.search(said)
         if not words:
@@ -130,7 +131,7 @@ class SlurmSteps:
             )
 
     def trainers(self) -> list[ChildProcess]:
-        """One step for all ranks."""
+        """Return one step for all ranks."""
         layout = self.config.trainer
         nodes = self.nodes[: self.placement.trainer_nodes]
         per_node = layout.num_ranks // len(nodes)
@@ -146,11 +147,12 @@ class SlurmSteps:
         ]
 
     def replicas(self) -> list[ChildProcess]:
-        """A step for each server, so that one can die alone; wide ones take several nodes."""
+        """Return a step for each server, so that one can die alone; wide ones take several
+        nodes."""
         return [self.replica(index) for index in range(self.config.num_replicas)]
 
     def replica(self, index: int) -> ChildProcess:
-        """One of them."""
+        """Return the step of one server."""
         nodes = self._nodes_of_replica(index)
         return self._step(
             f"rollout-{index}",
@@ -169,11 +171,11 @@ class SlurmSteps:
         return f"the nodes of the job have places for {places} engines, which are all taken"
 
     def workers(self) -> list[ChildProcess]:
-        """A step for each server's worker, on the node where the server answers."""
+        """Return a step for each server's worker, on the node where the server answers."""
         return [self.worker(index) for index in range(self.config.num_replicas)]
 
     def worker(self, index: int) -> ChildProcess:
-        """One of them."""
+        """Return the step of one server's worker."""
         return self._step(
             f"worker-{index}",
             WORKER,
@@ -184,7 +186,7 @@ class SlurmSteps:
         )
 
     def reward_hosts(self) -> list[ChildProcess]:
-        """A step each, spread over the nodes that generate."""
+        """Return a step each, spread over the nodes that generate."""
         count = self.config.data.reward_hosts
         nodes = self._rollout_nodes()
         steps: list[ChildProcess] = []
@@ -203,7 +205,7 @@ class SlurmSteps:
         return steps
 
     def environment_server(self, number: int) -> ChildProcess:
-        """A step; servers are spread over the nodes that are theirs, or else over those that
+        """Return a step; servers are spread over the nodes that are theirs, or else over those that
         generate."""
         nodes = self._environment_nodes() or self._rollout_nodes()
         count = len(self.config.environment_servers)
@@ -218,17 +220,17 @@ class SlurmSteps:
         )
 
     def _rollout_nodes(self) -> list[str]:
-        """Nodes that generate; those that train where there are no others."""
+        """Return nodes that generate; those that train where there are no others."""
         first = self.placement.trainer_nodes
         end = first + self.placement.rollout_nodes
         return self.nodes[first:end] or self.nodes[:first]
 
     def _environment_nodes(self) -> list[str]:
-        """Nodes with nothing but servers of environments."""
+        """Return nodes with nothing but servers of environments."""
         return self.nodes[self.placement.trainer_nodes + self.placement.rollout_nodes :]
 
     def _nodes_of_replica(self, index: int) -> list[str]:
-        """Where a server runs, the first node answers."""
+        """Return the nodes of a server, of which the first answers."""
         rollout = self.config.rollout
         placement = self.placement
         nodes = self._rollout_nodes()
@@ -262,8 +264,8 @@ class SlurmSteps:
         stop_all(children)  # a TERM makes srun kill its tasks
 
     def pids(self, child: ChildProcess) -> dict[str, int | None]:
-        """The roles of a step; their processes are on nodes, so that their numbers say nothing
-        here."""
+        """Return the roles of a step; their processes are on nodes, so that their numbers say
+        nothing here."""
         if child.name == "trainer":
             return {f"trainer-{rank}": None for rank in range(self.config.trainer.num_ranks)}
         roles: dict[str, int | None] = {child.name: None}
@@ -391,7 +393,7 @@ def _tell_twice(steps: Sequence[ChildProcess]) -> None:
 
 
 def _components() -> list[list[str]]:
-    """Nodes of the job; of a heterogeneous one those of each of its parts."""
+    """Return nodes of the job; of a heterogeneous one those of each of its parts."""
     parts: list[list[str]] = []
     for number in itertools.count():
         compressed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}")

@@ -104,7 +104,7 @@ class Supervisor:
         return code
 
     def _environment_servers(self) -> dict[str, list[ChildProcess]]:
-        """Those of every domain that has some."""
+        """Return the environment servers of every domain that has some."""
         found: dict[str, list[ChildProcess]] = {}
         for number, domain in enumerate(self.config.environment_servers):
             found.setdefault(domain, []).append(self.roles.environment_server(number))
@@ -164,8 +164,8 @@ class Supervisor:
         return watched
 
     def _controller_error(self) -> errors.GrpoMegatronError:
-        """What to raise for a controller that failed while no trainer rank did; raises what else it
-        was only the first to notice."""
+        """Return what to raise for a controller that failed while no trainer rank did; raises what
+        else it was only the first to notice."""
         self._restarts.most = 0  # the run ends
         self._environment_restarts.most = 0
         self._check_replicas()
@@ -345,13 +345,13 @@ class Supervisor:
             self._engines.forget(index)
 
     def _restarts_of(self, child: ChildProcess) -> Restarts:
-        """The restarts among which those of a process count."""
+        """Return the restarts among which those of a process count."""
         if child in self._all_environments():
             return self._environment_restarts
         return self._restarts
 
     def _after_restarts(self, child: ChildProcess) -> str:
-        """Of a process that died, how often it had been started again; empty: never."""
+        """Say how often a process that died had been started again; empty: never."""
         count = self._restarts_of(child).counts[child.name]
         if not count:
             return ""
@@ -597,5 +597,5 @@ class Supervisor:
 
 
 def _number_of(child: ChildProcess) -> int:
-    """The number at the end of a process's name."""
+    """Return the number at the end of a process's name."""
     return int(child.name.rpartition("-")[2])

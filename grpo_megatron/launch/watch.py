@@ -22,8 +22,8 @@ Cause = Literal["silent", "stuck", "trouble"]
 
 
 def expected_s(config: RunConfig, role: str, phase: str) -> float:
-    """How long a phase of a role may make no progress where none like it has ended before, by the
-    time-outs of the recipe."""
+    """Return how long a phase of a role may make no progress where none like it has ended before,
+    by the time-outs of the recipe."""
     rollout = config.rollout
     requests_s = rollout.request_timeout_s * rollout.max_attempts
     if role.startswith("trainer"):
@@ -42,8 +42,8 @@ def expected_s(config: RunConfig, role: str, phase: str) -> float:
 
 
 def shortest_limit_s(config: RunConfig, role: str, phase: str) -> float:
-    """How long a phase may always make no progress: a minute, and in rewards what the recipe gives
-    to one, of which a coroutine may take twice."""
+    """Return how long a phase may always make no progress: a minute, and in rewards what the recipe
+    gives to one, of which a coroutine may take twice."""
     if role == "controller" and phase == "reward":
         return SHORTEST_LIMIT_S + 2 * config.data.reward_timeout_s
     return SHORTEST_LIMIT_S
@@ -55,7 +55,7 @@ def phase_limit_s(
     expected: float,
     shortest: float = SHORTEST_LIMIT_S,
 ) -> float:
-    """How long the phase of `record` may make no progress until its role is named."""
+    """Return how long the phase of `record` may make no progress until its role is named."""
     limit = expected
     if record.phase in record.longest_s:
         limit = slow_factor * record.longest_s[record.phase]
@@ -64,7 +64,7 @@ def phase_limit_s(
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """That a role makes no progress."""
+    """A role that makes no progress."""
 
     role: str
     cause: Cause

@@ -115,7 +115,8 @@ class Watcher:
         self._named.pop(role, None)
 
     def take_news(self) -> list[News]:
-        """What there is to tell since the last call, not of a process that has ended meanwhile."""
+        """Return what there is to tell since the last call, not of a process that has ended
+        meanwhile."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -311,12 +312,12 @@ def _with_stack(news: News, stack: str, file: Path) -> News:
 
 
 def _unwritten_record(role: str, pid: int | None) -> ProgressRecord:
-    """Of a role that has not written yet."""
+    """Return the record of a role that has not written one yet."""
     return ProgressRecord(role, pid or 0, "", 0, 0.0, "starting", "", False, 0.0)
 
 
 def _last_line(log: Path) -> str:
-    """The last line of a log that is not empty, at most 200 characters."""
+    """Return the last line of a log that is not empty, at most 200 characters."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 4096))

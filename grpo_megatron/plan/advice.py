@@ -24,7 +24,7 @@ ADVICE = RuleSet()
 
 
 def advice_for(config: RunConfig) -> list[Violation]:
-    """What is unusual in a valid recipe, with what is usual."""
+    """Return what is unusual in a valid recipe, with what is usual."""
     return list(ADVICE.violations(config, config=config))
 
 
@@ -121,13 +121,14 @@ def staleness_is_a_published_one(config: RunConfig) -> list[Violation]:
 
 
 def _prompts_for(config: RunConfig, samples: int) -> int:
-    """Prompts of a step whose updates have at least `samples`."""
+    """Return prompts of a step whose updates have at least `samples`."""
     needed = samples * config.batch.updates_per_rollout
     return -(-needed // config.batch.num_samples_per_prompt)
 
 
 def num_parameters(config: RunConfig) -> int:
-    """Parameters of the model, without those that are not trained (multi-token prediction)."""
+    """Return parameters of the model, without those that are not trained (multi-token
+    prediction)."""
     hf, _ = configuration_of(config.model)
     whole = sizes_of(hf, vocabulary_of(hf, config.model), TrainerConfig())
     return sum(weight.numel for weight in weights_of_chunk(whole, 0, 0))

@@ -59,7 +59,7 @@ class Reference(NamedTuple):
     negation: str  # "" or NOT
 
     def value(self, fields: Mapping[str, Any]) -> Any:
-        """What the setting is, given all fields."""
+        """Return what the setting is, given all fields."""
         if self.negation == NOT:
             return not fields[self.field]
         return fields.get(self.field)
@@ -81,7 +81,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it
 
     def reference(self, setting: str) -> Reference | None:
-        """What a setting of `[megatron]` reads; None for a constant."""
+        """Return what a setting of `[megatron]` reads; None for a constant."""
         value = self.megatron[setting]
         if not isinstance(value, str) or "$" not in value:
             return None
@@ -90,13 +90,14 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def family_names() -> list[str]:
-    """Names of all families."""
+    """Return names of all families."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 @cache
 def family_of(model_type: str | None) -> Family:
-    """Of a `model_type`; ConfigError where there is none, or Megatron-Core cannot compute it."""
+    """Return the family of a `model_type`. Raises ConfigError where there is none, or Megatron-Core
+    cannot compute it."""
     known = family_names()
     if model_type not in known:
         near = nearest(str(model_type), known) or known
@@ -146,8 +147,9 @@ def _refuse_unknown_references(family: Family, file: str) -> None:
 
 @cache
 def tables_of(name: str) -> dict[str, Any]:
-    """The tables of a family or a part: its own, over those of the parts that it extends, of which
-    a later one overrides an earlier. ConfigError where it extends what does not exist."""
+    """Return the tables of a family or a part: its own, over those of the parts that it extends, of
+    which a later one overrides an earlier. Raises ConfigError where it extends what does not
+    exist."""
     file = _FOLDER / f"{name}.toml"
     if not file.exists():
         file = _FOLDER / "parts" / f"{name}.toml"
@@ -167,7 +169,7 @@ def tables_of(name: str) -> dict[str, Any]:
 
 
 def _extensible() -> list[str]:
-    """Names of what the tables of a family may extend: parts, and other families."""
+    """Return names of what the tables of a family may extend: parts, and other families."""
     return sorted(path.stem for path in _FOLDER.glob("parts/*.toml")) + family_names()
 
 

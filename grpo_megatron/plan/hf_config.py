@@ -11,10 +11,11 @@ from grpo_megatron.plan.family import Family, family_of, tables_of
 
 
 def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str, Any]:
-    """All fields that decide what the model computes, under one name each; beside the family's own:
-    `num_key_value_heads`, `head_dim`, `moe_layers` (per layer: 1 with experts, 0 dense),
-    `shared_expert_intermediate_size` and `rope` (see `rope_fields`). ConfigError for an unknown
-    family, a field that is missing or unknown, or a value that the trainer does not compute."""
+    """Return all fields that decide what the model computes, under one name each; beside the
+    family's own: `num_key_value_heads`, `head_dim`, `moe_layers` (per layer: 1 with experts, 0
+    dense), `shared_expert_intermediate_size` and `rope` (see `rope_fields`). Raises ConfigError for
+    an unknown family, a field that is missing or unknown, or a value that the trainer does not
+    compute."""
     family = family_of(hf.get("model_type"))
     try:
         fields = unified(hf)
@@ -33,13 +34,13 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
 
 
 def computation(hf: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What weights of one and the same shape are computed with, in comparable form."""
+    """Return what weights of one and the same shape are computed with, in comparable form."""
     fields = model_fields(hf)
     return fields["rope"], megatron_settings(family_of(hf["model_type"]), fields)
 
 
 def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The family's `[megatron]` table with its references to fields replaced."""
+    """Return the family's `[megatron]` table with its references to fields replaced."""
     settings = {}
     for name, value in family.megatron.items():
         settings[name] = value
@@ -50,9 +51,9 @@ def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def engine_overrides(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.json as vLLM must read them to compute what transformers does: those that it
-    asks for and transformers knows without, and no expert groups where the method ignores them.
-    ConfigError as of `model_fields`."""
+    """Return fields of config.json as vLLM must read them to compute what transformers does: those
+    that it asks for and transformers knows without, and no expert groups where the method ignores
+    them. ConfigError as of `model_fields`."""
     fields = model_fields(hf)
     family = family_of(hf["model_type"])
     overrides = dict(family.engine)
@@ -64,7 +65,8 @@ def engine_overrides(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The same fields under one name each; ConfigError where two names of one field disagree."""
+    """Return the same fields under one name each. Raises ConfigError where two names of one field
+    disagree."""
     fields = flattened(hf)
     for name, others in tables_of("base")["aliases"].items():
         for other in others:
@@ -77,8 +79,8 @@ def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flattened(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with those of `text_config` among them. Models that see have such a table where
-    transformers 5 saved them; their authors wrote its fields beside `vision_config`."""
+    """Return the fields with those of `text_config` among them. Models that see have such a table
+    where transformers 5 saved them; their authors wrote its fields beside `vision_config`."""
     fields = dict(hf)
     text = fields.pop("text_config", None) or {}
     for name, value in text.items():
@@ -88,7 +90,7 @@ def flattened(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that follow from others, where config.json does not have them."""
+    """Return fields that follow from others, where config.json does not have them."""
     heads = fields["num_attention_heads"]
     num_shared = fields.get("n_shared_experts") or 0
     shared_width = num_shared * (fields.get("moe_intermediate_size") or 0)
@@ -109,7 +111,8 @@ def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
-    """For each layer 1 with experts, 0 without, as each family's model code decides it."""
+    """Return 1 for each layer with experts and 0 for the others, as each family's model code
+    decides it."""
     frequency = fields.get("moe_layer_freq") or 1
     if isinstance(frequency, list):
         return [int(bool(has_experts)) for has_experts in frequency]
@@ -181,7 +184,7 @@ def _refuse_unknown(fields: Mapping[str, Any], family: Family) -> None:
 
 
 def _field_at(fields: Mapping[str, Any], name: str) -> Any:
-    """The value of `a.b`: field b of table a; None where there is none."""
+    """Return the value of `a.b`: field b of table a; None where there is none."""
     value: Any = fields
     for key in name.split("."):
         if not value:

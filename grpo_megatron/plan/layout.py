@@ -26,14 +26,16 @@ class Case:
 
 
 def check_layout(case: Case) -> list[Violation]:
-    """All violated layout rules of trainer and engine, each with the nearest valid values."""
+    """Return all violated layout rules of trainer and engine, each with the nearest valid
+    values."""
     found = list(TRAINER_RULES.violations(case.trainer, case.facts, config=case))
     found += ENGINE_RULES.violations(case.rollout, case.facts, case.cpu, config=case)
     return [_with_nearest(case, violation) for violation in found]
 
 
 def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
-    """For commands without rollout. Raises ConfigError with every rule that is violated."""
+    """Check a layout for commands without rollout. Raises ConfigError with every rule that is
+    violated."""
     case = Case(trainer, facts)
     found = list(TRAINER_RULES.violations(trainer, facts, config=case))
     if found:
@@ -61,7 +63,7 @@ def _with_nearest(case: Case, violation: Violation) -> Violation:
 def _search(
     case: Case, violation: Violation, accepts: Callable[[set[str]], bool]
 ) -> tuple[int, ...]:
-    """The closest accepted value below and the closest above, closest first."""
+    """Return the closest accepted value below and the closest above, closest first."""
     value = violation.value
     table, name = violation.key.split(".")
     reach = max(value, case.trainer.num_ranks, 64)

@@ -29,7 +29,7 @@ CRITIC = "critic_"
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Of the fullest rank of a pipeline stage."""
+    """Memory of the fullest rank of a pipeline stage."""
 
     stage: int
     rank: int
@@ -58,8 +58,8 @@ class Plan:
 
 
 def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool = False) -> Plan:
-    """The plan of a valid recipe; `device` is a name in `devices.toml`. `worst_only`: without the
-    stages between the second and the last, which are never the fullest."""
+    """Return the plan of a valid recipe; `device` is a name in `devices.toml`. `worst_only`:
+    without the stages between the second and the last, which are never the fullest."""
     hf, _ = configuration_of(config.model)
     vocab_size = vocabulary_of(hf, config.model)
     sizes = sizes_of(hf, vocab_size, config.trainer, lora_of(config))
@@ -97,7 +97,7 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
 
 
 def _worst_total(config: RunConfig, device: str) -> int:
-    """Bytes of a recipe's fullest rank."""
+    """Return bytes of a recipe's fullest rank."""
     return plan_of(config, device, worst_only=True).worst.total
 
 
@@ -107,7 +107,7 @@ def offloads_optimizer(config: RunConfig) -> bool:
 
 
 def _host_bytes(config: RunConfig, s: Sizes) -> int:
-    """Bytes of optimizers in the memory of a node with as many ranks as it can have."""
+    """Return bytes of optimizers in the memory of a node with as many ranks as it can have."""
     parameters = 0
     for stage in range(s.trainer.pipeline_parallel_size):
         parameters = max(parameters, _parameters_of_state(config, s, stage))
@@ -118,7 +118,7 @@ def _host_bytes(config: RunConfig, s: Sizes) -> int:
 
 
 def _parameters_of_state(config: RunConfig, s: Sizes, stage: int) -> int:
-    """Weights of which the fullest rank of a stage has the optimizer state."""
+    """Return weights of which the fullest rank of a stage has the optimizer state."""
     on_gpus = replace(s, trainer=s.trainer.model_copy(update={"offload_optimizer": False}))
     static = fullest_static(on_gpus, stage, frozen_routers=has_frozen_routers(config), on_gpu=True)
     of_one = bytes_per_parameter(s.symbols["element"])
@@ -130,7 +130,7 @@ MEMORY_RULES = RuleSet()
 
 
 def memory_problems(config: RunConfig, plan: Plan) -> list[Violation]:
-    """What does not fit; nothing is known of a CPU's memory."""
+    """Return what does not fit; nothing is known of a CPU's memory."""
     return list(MEMORY_RULES.violations(config, plan, config=config))
 
 
@@ -178,12 +178,12 @@ def a_sequence_fits_into_the_cache(config: RunConfig, plan: Plan) -> Violation |
 
 
 def vocabulary_of(hf: Mapping[str, Any], model: ModelConfig) -> int:
-    """Tokens of the configured model, whose config.json is `hf`."""
+    """Return tokens of the configured model, whose config.json is `hf`."""
     return hf.get("vocab_size") or _made_vocabulary(origin_of(model))
 
 
 def _made_vocabulary(model: ModelConfig) -> int:
-    """Tokens of a preset's own tokenizer: padding, end of text, characters, fillers."""
+    """Return tokens of a preset's own tokenizer: padding, end of text, characters, fillers."""
     assert model.preset is not None  # a checkpoint's config.json tells
     table = load_preset(model.preset).tokenizer
     multiple = int(table.get("pad_to_multiple", 32))
@@ -202,8 +202,8 @@ class Workload(TypedDict):
 
 
 def workload_of(config: RunConfig, s: Sizes) -> Workload:
-    """Of a rank, for `step_bytes`; all samples are taken to be as long as they may, and of a model
-    that sees to have prompts that are all images, and no images in common."""
+    """Return the workload of a rank, for `step_bytes`; all samples are as long as they may be, and
+    those of a model that sees have prompts that are all images, and no images in common."""
     t = config.trainer
     length = config.rollout.max_model_len
     samples = _samples_of_update(config)
@@ -243,8 +243,8 @@ def samples_of_step(config: RunConfig) -> int:
 
 
 def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
-    """What the fullest rank of a stage needs. A critic's step, which comes after the policy's and
-    has no logits, is never higher than that."""
+    """Return what the fullest rank of a stage needs. A critic's step, which comes after the
+    policy's and has no logits, is never higher than that."""
     if not config.trains:
         first_rank = stage * s.trainer.num_ranks // s.trainer.pipeline_parallel_size
         held = inference_bytes(s, stage)
@@ -272,7 +272,8 @@ def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMem
 
 
 def lora_of(config: RunConfig) -> LoraConfig | None:
-    """The adapters of a run whose memory they decide: a cold start trains all weights first."""
+    """Return the adapters of a run whose memory they decide: a cold start trains all weights
+    first."""
     if config.cold_start is not None:
         return None
     return config.lora
@@ -284,7 +285,7 @@ def has_frozen_routers(config: RunConfig) -> bool:
 
 
 def fullest_static(s: Sizes, stage: int, *, frozen_routers: bool, on_gpu: bool) -> RankMemory:
-    """What the fullest rank of a stage holds from start to end."""
+    """Return what the fullest rank of a stage holds from start to end."""
     count = s.trainer.num_ranks // s.trainer.pipeline_parallel_size
     overlaps = s.trainer.overlap_communication
     if overlaps is None:
@@ -349,8 +350,8 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
 
 
 def _computed_tokens(config: RunConfig) -> int:
-    """Tokens of a step of which the trainer computes a prompt once for all of its samples, at full
-    length; a group that no micro-batch holds has its prompt in several."""
+    """Return tokens of a step of which the trainer computes a prompt once for all of its samples,
+    at full length; a group that no micro-batch holds has its prompt in several."""
     samples = samples_of_step(config)
     length = config.rollout.max_model_len
     if not config.trainer.share_prefixes:
@@ -393,8 +394,8 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
 
 
 def engine_cache_bytes(config: RunConfig, gpu_bytes: int) -> int:
-    """Bytes of keys and values in each worker of an engine, on a GPU with `gpu_bytes` of memory:
-    what weights, and a forward pass, leave of the share that vLLM takes."""
+    """Return bytes of keys and values in each worker of an engine, on a GPU with `gpu_bytes` of
+    memory: what weights, and a forward pass, leave of the share that vLLM takes."""
     hf, _ = configuration_of(config.model)
     return _engine(config, hf, vocabulary_of(hf, config.model), gpu_bytes)["kv_cache"]
 
@@ -407,7 +408,7 @@ _PARTS_OF_ENGINE_LAYER = (
 
 
 def _slot_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
-    """Bytes of the slots for an adapter that each worker of an engine has.
+    """Return bytes of the slots for an adapter that each worker of an engine has.
 
     A of a layer that is split by rows, and B of one that is split by columns, are whole there."""
     lora = config.lora
@@ -421,7 +422,7 @@ def _slot_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
 
 
 def _adapter_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
-    """Bytes of the whole adapter, which each worker of an engine gets in a publish."""
+    """Return bytes of the whole adapter, which each worker of an engine gets in a publish."""
     return _trained_bytes(
         hf, vocab_size, TrainerConfig(precision=config.trainer.precision), config.lora
     )
@@ -430,7 +431,8 @@ def _adapter_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
 def _trained_bytes(
     hf: dict, vocab_size: int, layout: TrainerConfig, lora: LoraConfig | None
 ) -> int:
-    """Bytes of the adapters of dense layers on a rank of a layout without pipeline stages."""
+    """Return bytes of the adapters of dense layers on a rank of a layout without pipeline
+    stages."""
     weights = weights_of_chunk(sizes_of(hf, vocab_size, layout, lora), 0, 0)
     trained = sum(w.numel for w in weights if w.is_trained and w.kind != "expert")
     return ELEMENT_BYTES[layout.precision] * trained

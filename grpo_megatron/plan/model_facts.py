@@ -55,8 +55,8 @@ def model_facts(model: ModelConfig) -> ModelFacts:
 
 
 def origin_of(model: ModelConfig) -> ModelConfig:
-    """The model that `model` is: itself, or, where its path is an export that a run is yet to
-    write, the model of that run."""
+    """Return the model that `model` is: itself, or, where its path is an export that a run is yet
+    to write, the model of that run."""
     if model.path is not None:
         run = model.path.parent / "config.json"
         if model.path.name == "export" and run.exists() and not model.path.exists():
@@ -65,7 +65,8 @@ def origin_of(model: ModelConfig) -> ModelConfig:
 
 
 def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
-    """The configured model's `config.json`, and what messages call it. Raises ConfigError."""
+    """Return the configured model's `config.json`, and what messages call it. Raises
+    ConfigError."""
     model = origin_of(model)
     if model.path is not None:
         return read_config(model.path), str(model.path / "config.json")
@@ -75,8 +76,8 @@ def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A checkpoint's `config.json`, of a model that sees with its preprocessor_config.json as the
-    field `image_processor`; ConfigError where one is missing or damaged."""
+    """Return a checkpoint's `config.json`, of a model that sees with its preprocessor_config.json
+    as the field `image_processor`. Raises ConfigError where one is missing or damaged."""
     file = directory / "config.json"
     with (
         raised_as(
@@ -101,8 +102,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _image_processor(directory: Path) -> dict[str, Any]:
-    """What a checkpoint says of how images become patches; OSError where it says nothing,
-    ValueError for what is not JSON. transformers 5 may save it in a file for all modalities."""
+    """Return what a checkpoint says of how images become patches. Raises OSError where it says
+    nothing, ValueError for what is not JSON. transformers 5 may save it in a file for all
+    modalities."""
     of_all = directory / "processor_config.json"
     if of_all.exists():
         found = json.loads(of_all.read_text(encoding="utf-8")).get("image_processor")
@@ -112,7 +114,8 @@ def _image_processor(directory: Path) -> dict[str, Any]:
 
 
 def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
-    """Of a `config.json`, or the `[hf]` table of a preset, that the trainer computes."""
+    """Return the facts of a model that the trainer computes, from its `config.json` or the `[hf]`
+    table of a preset."""
     hf = unified(hf)
     hf |= derived(hf)
     num_experts = hf.get("num_experts") or 0

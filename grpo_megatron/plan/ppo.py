@@ -98,7 +98,8 @@ def is_model_name(name: str) -> bool:
 
 
 def comparison_of_model(name: str) -> Comparison:
-    """The same of a model preset at its first recommended layout, or of `7b`, `13b`, `70b`."""
+    """Return the comparison of a model preset at its first recommended layout, or of `7b`, `13b`,
+    `70b`."""
     if name in DENSE_SHAPES:
         shape = DENSE_SHAPES[name]
         trainer = TrainerConfig(**shape["trainer"])
@@ -165,7 +166,7 @@ def compare(
 def _parts_by_stage(
     model: str, sizes: Sizes, *, frozen_routers: bool, on_gpu: bool
 ) -> list[dict[str, int]]:
-    """Bytes by component of the fullest rank of every pipeline stage."""
+    """Return bytes by component of the fullest rank of every pipeline stage."""
     found = []
     for stage in range(sizes.trainer.pipeline_parallel_size):
         if model in _TRAINED:
@@ -179,7 +180,7 @@ def _parts_by_stage(
 def _rank_bytes(
     parts: Mapping[str, Sequence[Mapping[str, int]]], models: Sequence[str]
 ) -> list[int]:
-    """Bytes of a rank of every stage that holds all of `models`."""
+    """Return bytes of a rank of every stage that holds all of `models`."""
     totals = []
     for of_stage in zip(*[parts[model] for model in models], strict=True):
         totals.append(sum(sum(of_model.values()) for of_model in of_stage))
@@ -205,7 +206,7 @@ def _algorithms(
 
 
 def _num_parameters(s: Sizes, stage: int) -> int:
-    """Of a rank of a stage."""
+    """Count the parameters of a rank of a stage."""
     count = 0
     for chunk in range(s.num_chunks):
         count += sum(weight.numel for weight in weights_of_chunk(s, stage, chunk))

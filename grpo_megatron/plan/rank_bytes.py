@@ -25,7 +25,8 @@ class BytesPerParameter:
 
 
 def bytes_per_parameter(element: int) -> BytesPerParameter:
-    """By the bytes of a weight; optimizer state is shared by the ranks that shard it."""
+    """Return the bytes per parameter, by those of a weight; optimizer state is divided among the
+    ranks that shard it."""
     moments = 8
     main_weight = 0
     if element < 4:
@@ -85,7 +86,8 @@ def static_bytes(
 def gradient_elements(
     s: Sizes, stage: int, *, frozen_routers: bool = False, overlaps: bool = False
 ) -> tuple[int, int]:
-    """Elements of a stage's gradient buffers, with padding: of experts, after those of the rest."""
+    """Return elements of a stage's gradient buffers, with padding: of experts, after those of the
+    rest."""
     found = {"": 0, "expert": 0}
     buckets = _buckets_of_stage(s, stage, frozen_routers=frozen_routers, overlaps=overlaps)
     for kind, bucket in buckets:
@@ -96,7 +98,7 @@ def gradient_elements(
 def _buckets_of_stage(
     s: Sizes, stage: int, *, frozen_routers: bool, overlaps: bool
 ) -> Iterator[tuple[str, "_Bucket"]]:
-    """Every bucket of a stage's buffers, with "expert" or "" as its kind."""
+    """Yield every bucket of a stage's buffers, with "expert" or "" as its kind."""
     replicas, expert_replicas = shard_counts(s.trainer)
     for chunk in range(s.num_chunks):
         bucket_limit = math.inf
@@ -127,7 +129,7 @@ def _is_frozen(weight: Weight, *, frozen_routers: bool) -> bool:
 
 
 def shard_counts(trainer: TrainerConfig) -> tuple[int, int]:
-    """Ranks that share the optimizer state of a weight, and of an expert's weight, where the
+    """Return ranks that share the optimizer state of a weight, and of an expert's weight, where the
     optimizer is distributed."""
     replicas = trainer.dp * trainer.context_parallel_size
     return replicas, trainer.num_ranks // trainer.expert_ranks
@@ -165,7 +167,7 @@ class _Bucket:
         return self.end - self.start
 
     def num_states(self, shard: _Shard) -> int:
-        """Elements of weights, which have optimizer state, in a shard of the bucket."""
+        """Return elements of weights, which have optimizer state, in a shard of the bucket."""
         size = self.size // max(shard.count, 1)
         first = self.start + shard.index * size
         last = first + size
@@ -173,7 +175,7 @@ class _Bucket:
 
 
 def _buckets(weights: Sequence[Weight], num_shards: int, limit: float) -> Iterator[_Bucket]:
-    """The buckets of a buffer: last weight first, as backward goes. Without shards nothing is
+    """Yield the buckets of a buffer: last weight first, as backward goes. Without shards nothing is
     padded."""
     aligned = 1
     multiple = 1

@@ -25,8 +25,8 @@ def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig
 
 
 def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """The same for a run's stored configuration, with more overrides on top. ConfigError also where
-    they change what its checkpoints have optimizer state for."""
+    """Return what `resolve` does, for a run's stored configuration with more overrides on top.
+    ConfigError also where they change what its checkpoints have optimizer state for."""
     resolved = read_resolved(path, overrides, checks=(check_plan,))
     tower = resolved.config.trainer.vision_tower
     tower_of_run = read_resolved(path).config.trainer.vision_tower
@@ -53,7 +53,7 @@ def refuse_missing(config: RunConfig, *, coming: bool = False) -> None:
 
 
 def check_plan(config: RunConfig) -> list[Violation]:
-    """What the model and the layout rules have against a configuration."""
+    """Return what the model and the layout rules have against a configuration."""
     model = config.model
     if model.preset not in (None, *preset_names()) or not (model.path or model.preset):
         return []  # told by the rules of the schema

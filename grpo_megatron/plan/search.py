@@ -30,8 +30,8 @@ def search(
     device: str,
     seconds_of: Callable[[RunConfig, Plan], float] | None = None,
 ) -> list[dict[str, Any]]:
-    """All layouts that fit on trainer nodes of a shape, cheapest first, the roomier of equals:
-    `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction`,
+    """Return all layouts that fit on trainer nodes of a shape, cheapest first, the roomier of
+    equals: `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction`,
     and `cost`, the relative time of a token: 1 without recomputation, bubble, tensor and context
     parallelism. With `seconds_of` also `step_s`, what it says of the recipe with this layout."""
     found = []
@@ -51,7 +51,8 @@ def search(
 def fitting(
     config: RunConfig, nodes: int, gpus_per_node: int, device: str
 ) -> Iterator[tuple[RunConfig, Plan]]:
-    """The recipe with every trainer layout that fits on trainer nodes of a shape, and its plan."""
+    """Yield the recipe with every trainer layout that fits on trainer nodes of a shape, and its
+    plan."""
     facts = model_facts(config.model)
     placement = config.placement.model_copy(
         update={"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
@@ -68,7 +69,7 @@ def fitting(
 
 
 def settings_of(config: RunConfig, changed: RunConfig, tables: Sequence[str]) -> str:
-    """What `changed` sets differently from `config` in some tables, as overrides."""
+    """Return what `changed` sets differently from `config` in some tables, as overrides."""
     found = []
     for table in tables:
         old = getattr(config, table).model_dump()
@@ -120,13 +121,13 @@ def _layouts(
 
 
 def _context_sizes(trainer: TrainerConfig) -> list[int]:
-    """Sizes that leave a rank rows of a length worth splitting."""
+    """Return sizes that leave a rank rows of a length worth splitting."""
     tokens = trainer.max_tokens_per_microbatch
     return [size for size in _CONTEXT_SIZES if size == 1 or tokens // size >= _LEAST_PART]
 
 
 def _expert_bytes(facts: ModelFacts, trainer: TrainerConfig) -> float:
-    """Weights and gradients of a rank's experts: they rule most layouts out at once."""
+    """Return weights and gradients of a rank's experts: they rule most layouts out at once."""
     ranks = trainer.expert_parallel_size * trainer.pipeline_parallel_size
     width = facts.num_experts * len(facts.moe_layers) * facts.moe_intermediate_size
     return 3 * 6 * facts.hidden_size * width / ranks

@@ -29,7 +29,7 @@ def step_bytes(
     trains: bool = True,
     patches: int = 0,
 ) -> dict[str, int]:
-    """Bytes of a rank at its highest moment, for `tokens` of a full micro-batch and the `patches`
+    """Return bytes of a rank at its highest moment, for `tokens` of a full micro-batch and the `patches`
     of its images. Where nothing is trained no layer keeps anything, and one that is computed needs
     no more than in training.
 
@@ -100,7 +100,7 @@ def step_bytes(
 
 
 def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[str, Any]:
-    """What the closed forms of a step say beside the model's sizes."""
+    """Return what the closed forms of a step say beside the model's sizes."""
     t = s.trainer
     element = s.symbols["element"]
     tp = t.tensor_parallel_size
@@ -177,7 +177,8 @@ def _largest_buffer(chunks: Sequence[Sequence[Weight]]) -> int:
 
 
 def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
-    """Micro-batches whose activations a stage holds at one time; its chunks are parts of one."""
+    """Return micro-batches whose activations a stage holds at one time; its chunks are parts of
+    one."""
     later = s.trainer.pipeline_parallel_size - stage - 1
     if s.num_chunks == 1:
         return min(later + 1, num_microbatches)
@@ -186,16 +187,16 @@ def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
 
 
 def _kept(s: Sizes, is_moe: bool) -> int:
-    """Bytes of one layer and micro-batch between forward and backward."""
+    """Return bytes of one layer and micro-batch between forward and backward."""
     parts = ("norms", s.attention, _mlp(is_moe))
     of_layers = sum(_total(FORMS["kept"][part], s) for part in parts)
     return of_layers + _kept_of_adapters(s, is_moe)
 
 
 def _kept_of_adapters(s: Sizes, is_moe: bool) -> int:
-    """Bytes of what lies between A and B of a layer's adapters, and with DoRA of the outputs before
-    they are multiplied; the adapters' inputs are those of the layer, which keeps nothing else where
-    its weights are frozen."""
+    """Return bytes of what lies between A and B of a layer's adapters, and with DoRA of the outputs
+    before they are multiplied; the adapters' inputs are those of the layer, which keeps nothing
+    else where its weights are frozen."""
     rows_of = {s.attention: "tokens", "mlp": "tokens"}
     if is_moe:
         rows_of = {s.attention: "tokens", "expert": "rows", "shared": "tokens"}
@@ -211,13 +212,13 @@ def _kept_of_adapters(s: Sizes, is_moe: bool) -> int:
 
 
 def kept_bytes(s: Sizes, tokens: int, *, is_moe: bool) -> int:
-    """Bytes that a layer on a GPU keeps of a micro-batch between forward and backward."""
+    """Return bytes that a layer on a GPU keeps of a micro-batch between forward and backward."""
     known = {**s.symbols, **_step_symbols(s, 0, tokens, on_gpu=True)}
     return _kept(replace(s, symbols=known), is_moe)
 
 
 def _working(s: Sizes, is_moe: bool, *, with_kept: bool) -> int:
-    """Bytes that a layer takes while it is computed or differentiated, beside what waits.
+    """Return bytes that a layer takes while it is computed or differentiated, beside what waits.
 
     with_kept: what it keeps for its own backward is not among that."""
     highest = _highest(FORMS["working"][_mlp(is_moe)], s)
@@ -229,8 +230,8 @@ def _working(s: Sizes, is_moe: bool, *, with_kept: bool) -> int:
 
 
 def _working_of_attention(s: Sizes, is_moe: bool) -> int:
-    """Bytes that attention takes while it is differentiated, beside what the layer keeps: its MLP
-    has been by then."""
+    """Return bytes that attention takes while it is differentiated, beside what the layer keeps:
+    its MLP has been by then."""
     found = _total(FORMS["working"]["attention"][s.attention], s)
     return found - _total(FORMS["kept"][_mlp(is_moe)], s)
 
@@ -255,14 +256,15 @@ def _working_of_tower(s: Sizes, *, trains: bool) -> int:
 
 
 def _mlp(is_moe: bool) -> str:
-    """As the closed forms name it."""
+    """Return the name of an MLP in the closed forms."""
     if is_moe:
         return "moe"
     return "mlp"
 
 
 def _adam(s: Sizes, chunks: Sequence[Sequence[Weight]], *, on_gpu: bool) -> int:
-    """Bytes of torch's Adam: two copies of the largest weight's share, and one of that before.
+    """Return bytes of torch's Adam: two copies of the largest weight's share, and one of that
+    before.
 
     Fused ones of GPUs take none."""
     if on_gpu:
@@ -280,7 +282,7 @@ def _adam(s: Sizes, chunks: Sequence[Sequence[Weight]], *, on_gpu: bool) -> int:
 
 
 def _highest(moments: Mapping[str, Mapping[str, int]], s: Sizes) -> int:
-    """Bytes of the highest of several moments."""
+    """Return bytes of the highest of several moments."""
     return max(_total(forms, s) for forms in moments.values())
 
 

@@ -38,24 +38,25 @@ class Step:
 
 
 def forward_traffic(s: Sizes, step: Step, num_microbatches: int) -> Traffic:
-    """Of a pass without gradients, such as that of the old policy."""
+    """Return the traffic of a pass without gradients, such as that of the old policy."""
     return _Rank(s, step).forward(num_microbatches)
 
 
 def layers_traffic(s: Sizes, step: Step, num_microbatches: int) -> Traffic:
-    """Of the layers' forward alone, as full recomputation has it."""
+    """Return the traffic of the layers' forward alone, as full recomputation has it."""
     return _Rank(s, step).layers_again(num_microbatches)
 
 
 def backward_traffic(s: Sizes, step: Step, num_microbatches: int) -> Traffic:
-    """Of a backward pass alone: layers that are computed again, and sums, are left out."""
+    """Return the traffic of a backward pass alone, without layers that are computed again and
+    without sums of gradients."""
     return _Rank(s, step).backward(num_microbatches)
 
 
 def gradient_traffic(
     s: Sizes, step: Step, num_microbatches: int, *, frozen_routers: bool
 ) -> Traffic:
-    """Of forward and backward, and of what is summed after them."""
+    """Return the traffic of forward and backward, and of what is summed after them."""
     rank = _Rank(s, step)
     found = rank.forward(num_microbatches)
     if s.trainer.recompute == "full":
@@ -66,7 +67,7 @@ def gradient_traffic(
 
 
 def update_traffic(s: Sizes, step: Step, *, frozen_routers: bool, overlaps: bool) -> Traffic:
-    """Of the optimizer: every rank gets the weights that others have updated."""
+    """Return the traffic of the optimizer: every rank gets the weights that others have updated."""
     found: Traffic = Counter()
     if not s.trainer.distributed_optimizer:
         return found
@@ -114,7 +115,7 @@ class _Rank:
     # --- passes
 
     def forward(self, num_microbatches: int) -> Traffic:
-        """One forward pass over the micro-batches."""
+        """Return one forward pass over the micro-batches."""
         found: Traffic = Counter()
         self._layers(found, self._forward_of_layer)
         if self.is_first and self.tp > 1:
@@ -130,13 +131,13 @@ class _Rank:
         return _times(found, num_microbatches)
 
     def layers_again(self, num_microbatches: int) -> Traffic:
-        """The layers' forward, computed again before their backward."""
+        """Return the layers' forward, computed again before their backward."""
         found: Traffic = Counter()
         self._layers(found, self._forward_of_layer)
         return _times(found, num_microbatches)
 
     def backward(self, num_microbatches: int) -> Traffic:
-        """One backward pass over the micro-batches."""
+        """Return one backward pass over the micro-batches."""
         found: Traffic = Counter()
         if self.t.recompute == "selective":
             self._layers(found, self._keys_and_values)
@@ -218,8 +219,8 @@ class _Rank:
             found["all-gather", "cp", self.dtype] += self._bytes_of_keys()
 
     def _bytes_of_keys(self) -> int:
-        """Of a layer's keys and values of all tokens of a micro-batch; latent attention pads
-        values to the size of keys."""
+        """Return the bytes of one layer's keys and values of all tokens of a micro-batch; latent
+        attention pads values to the size of keys."""
         name = "key"
         if self.s.attention == "latent":
             name = "query"
@@ -299,8 +300,8 @@ class _Rank:
             found[scatter, "etp", "float32"] += rows * hidden * 4
 
     def _received(self, sent: int) -> int:
-        """Rows that a rank's experts get from one rank of every other rank's part: evenly spread,
-        the first experts take what is left."""
+        """Return rows that a rank's experts get from one rank of every other rank's part: evenly
+        spread, the first experts take what is left."""
         ep = self.t.expert_parallel_size
         num_experts: int = self.s.symbols["experts"]
         own = num_experts // ep
@@ -339,7 +340,8 @@ class _Rank:
         return +found
 
     def _whole_weights(self, frozen_routers: bool) -> int:
-        """Elements of weights that every tensor rank has whole and sees a part of the tokens of."""
+        """Return elements of weights that every tensor rank has whole and sees a part of the tokens
+        of."""
         if self.tp == 1:
             return 0
         if self.s.lora is not None:
@@ -361,7 +363,7 @@ class _Rank:
         return total
 
     def _whole_adapters(self, lora: LoraConfig) -> int:
-        """Elements of adapters of which every tensor rank has a part of the gradient."""
+        """Return elements of adapters of which every tensor rank has a part of the gradient."""
         if not self.splits_sequences:
             return 0
         total = 0

@@ -207,7 +207,7 @@ def _stages_are_missing(trainer: TrainerConfig) -> bool:
 
 
 def _given_stages(trainer: TrainerConfig) -> dict[str, int]:
-    """Layers of the first and the last pipeline stage, where they are given, by field."""
+    """Return layers of the first and the last pipeline stage, where they are given, by field."""
     given = {}
     for field in ("first_stage_layers", "last_stage_layers"):
         layers = getattr(trainer, field)

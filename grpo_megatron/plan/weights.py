@@ -42,13 +42,13 @@ class Sizes:
 
     @property
     def attention(self) -> str:
-        """As the closed forms name it."""
+        """The name of the attention in the closed forms."""
         if self.model.get("multi_latent_attention"):
             return "latent"
         return "grouped_query"
 
     def layers_of(self, stage: int, chunk: int) -> list[bool]:
-        """For each layer of a model chunk: does it have experts?"""
+        """Return whether each layer of a model chunk has experts."""
         sizes = self._layers_of_stages()
         # chunk 0 of all stages comes first in the model, then chunk 1 of all of them
         start = (chunk * sum(sizes) + sum(sizes[:stage])) // self.num_chunks
@@ -57,14 +57,14 @@ class Sizes:
         return [bool(has_experts) for has_experts in pattern[start:end]]
 
     def layers_of_stage(self, stage: int) -> list[bool]:
-        """For each layer of all model chunks of a stage: does it have experts?"""
+        """Return whether each layer of a stage, over all its model chunks, has experts."""
         layers = []
         for chunk in range(self.num_chunks):
             layers += self.layers_of(stage, chunk)
         return layers
 
     def _layers_of_stages(self) -> list[int]:
-        """Number of layers of each pipeline stage, over all of its chunks."""
+        """Return the number of layers of each pipeline stage, over all of its chunks."""
         t = self.trainer
         num_inner = t.pipeline_parallel_size
         num_left = self.model["num_layers"]
@@ -86,7 +86,8 @@ def sizes_of(
     trainer: TrainerConfig,
     lora: LoraConfig | None = None,
 ) -> Sizes:
-    """From a config.json (or a preset's `[hf]` table) and a layout that obeys the rules.
+    """Return sizes from a config.json (or a preset's `[hf]` table) and a layout that obeys the
+    rules.
 
     lora: of a run that trains adapters."""
     fields = {**model_fields(hf), "vocab_size": vocab_size}
@@ -120,7 +121,7 @@ def product(form: str, known: Mapping[str, Any]) -> int:
 
 
 def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
-    """The parameters of one model chunk of a rank of pipeline stage `stage`, in order."""
+    """Return the parameters of one model chunk of a rank of pipeline stage `stage`, in order."""
     trained = s.lora is None
 
     def of(part: str, kind: str = "") -> list[Weight]:
@@ -190,7 +191,7 @@ class PlannedAdapter:
         return self.num_outputs * self.has_magnitude
 
     def num_whole(self, *, is_split: bool) -> int:
-        """Elements of A, B and the magnitude that every tensor rank has.
+        """Return elements of A, B and the magnitude that every tensor rank has.
 
         is_split: several ranks share the layer."""
         of_a = self.rank * self.num_inputs
@@ -213,7 +214,8 @@ class PlannedAdapter:
 
 
 def adapters_of_part(s: Sizes, part: str) -> list[PlannedAdapter]:
-    """The adapters of a layer's part, as `closed_forms.toml` names it, in Megatron's order."""
+    """Return the adapters of a layer's part, as `closed_forms.toml` names it, in Megatron's
+    order."""
     if s.lora is None:
         return []
     names = family_of(s.hf["model_type"]).layer
@@ -239,7 +241,7 @@ def adapters_of_part(s: Sizes, part: str) -> list[PlannedAdapter]:
 
 
 def _split_of(layer: str) -> Literal["rows", "columns", "none"]:
-    """How tensor ranks share a layer of Megatron's."""
+    """Return how tensor ranks share a layer of Megatron's."""
     if layer.endswith("_down_proj"):  # to a latent vector
         return "none"
     if layer.endswith(("linear_proj", "linear_fc2")):
@@ -248,7 +250,7 @@ def _split_of(layer: str) -> Literal["rows", "columns", "none"]:
 
 
 def _weights_of_part(s: Sizes, part: str, kind: str) -> list[Weight]:
-    """The weights of a layer's part, and the adapters beside them."""
+    """Return the weights of a layer's part, and the adapters beside them."""
     adapters = adapters_of_part(s, part)
     if part == "expert" and s.lora is not None and s.lora.experts == "shared":
         adapters = []

@@ -66,7 +66,7 @@ def install() -> None:
 
 
 class PretendedNccl:
-    """In place of `torch.distributed.ProcessGroupNCCL`, for messages between two members."""
+    """Takes the place of `torch.distributed.ProcessGroupNCCL`, for messages between two members."""
 
     class Options:
         """What of NCCL's own is set."""

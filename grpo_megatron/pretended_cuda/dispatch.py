@@ -153,7 +153,7 @@ def _may_be_moved(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
 
 
 def _held(value: Any) -> Any:
-    """What the tensors of an argument hold, in their places."""
+    """Return what the tensors of an argument hold, in their places."""
     return _mapped(value, data_of)
 
 

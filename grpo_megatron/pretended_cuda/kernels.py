@@ -64,7 +64,7 @@ def flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """The CPU's flash attention, with empty places for what only CUDA's returns."""
+    """Return the CPU's flash attention, with empty places for what only CUDA's returns."""
     found, log_sums = aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, key, value, dropout, is_causal, scale=scale
     )

@@ -58,7 +58,8 @@ def compare_steps(
 
 
 def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest |difference|; infinite where the lengths differ or something is no number."""
+    """Return the largest |difference|; infinite where the lengths differ or something is no
+    number."""
     if len(found) != len(expected) or not len(expected):
         return math.inf
     largest = float(np.abs(np.array(found) - np.array(expected)).max())
@@ -68,7 +69,7 @@ def largest_difference(found: Sequence[float], expected: Sequence[float]) -> flo
 
 
 def largest_relative_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest |difference| relative to what was expected; infinite as above."""
+    """Return the largest |difference| relative to what was expected; infinite as above."""
     if len(found) != len(expected) or not all(expected):
         return math.inf
     shares = [one / other for one, other in zip(found, expected, strict=True)]

@@ -49,7 +49,7 @@ def write_page(folder: Path, proof: Proof) -> None:
 
 
 def _files_of(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
-    """Files of each part that a reader may open, as paths below `folder`."""
+    """Return files of each part that a reader may open, as paths below `folder`."""
     found = {}
     for outcome in outcomes:
         names = []

@@ -20,8 +20,8 @@ def planned_memory(
     longest: int,
     num_gpus: int,
 ) -> RankMemory:
-    """Memory of the fullest rank, by component, in an update of `num_samples` samples of `longest`
-    tokens. folder: for config.json; num_gpus: 0 on a CPU."""
+    """Return the memory of the fullest rank, by component, in an update of `num_samples` samples of
+    `longest` tokens. folder: for config.json; num_gpus: 0 on a CPU."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     domain = {

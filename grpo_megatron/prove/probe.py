@@ -69,7 +69,7 @@ def probe() -> Conditions:
 
 
 def _free_bytes(torch: Any) -> list[int]:
-    """Memory that is free, of each GPU."""
+    """Return the memory that is free, of each GPU."""
     found = []
     for index in range(torch.cuda.device_count()):
         free, _ = torch.cuda.mem_get_info(index)
@@ -85,7 +85,7 @@ def _version(package: str) -> str:
 
 
 def _libraries(torch: Any) -> dict[str, str]:
-    """Versions of what is no Python package."""
+    """Return versions of what is no Python package."""
     nccl = ""
     if torch.distributed.is_nccl_available() and not pretended_cuda.is_wanted():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))

@@ -28,7 +28,7 @@ _PROBE_LIMIT_S = 300
 
 
 def chosen_parts(only: Sequence[str], parts: Sequence[Part]) -> list[Part]:
-    """The parts that are named, in their own order; all of them where none is.
+    """Return the parts that are named, in their own order; all of them where none is.
 
     Raises ConfigError for a name that no part has."""
     known = [part.name for part in parts]

@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
 
 
 def layout_of(request: Request, world_size: int) -> TrainerConfig:
-    """The layout that the request asks for, with the ranks that were started."""
+    """Return the layout that the request asks for, with the ranks that were started."""
     settings = {
         "num_ranks": world_size,
         "command_timeout_s": _COLLECTIVES_S,

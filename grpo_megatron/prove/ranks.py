@@ -40,7 +40,7 @@ Launch = Callable[[Path], list[ChildProcess]]
 
 
 def answer_file(folder: Path, number: int) -> Path:
-    """Where rank 0 answers request `number`, from 0, of those in `folder`."""
+    """Return where rank 0 answers request `number`, from 0, of those in `folder`."""
     return folder / f"answer-{number}.json"
 
 
@@ -213,7 +213,7 @@ def on_nodes(
 
 
 def _nodes_of_job() -> str:
-    """Names of the job's nodes, with which processes find the network between them."""
+    """Return names of the job's nodes, with which processes find the network between them."""
     if NODES_VARIABLE in os.environ:
         return os.environ[NODES_VARIABLE]
     names = subprocess.run(

@@ -128,7 +128,7 @@ Answer = TrainedSteps | MeasuredMemory | MeasuredSpeed
 
 
 def encode_requests(requests: Sequence[Request | CarryWeights]) -> bytes:
-    """As JSON that `decode_requests` reads."""
+    """Return the requests as JSON that `decode_requests` reads."""
     return msgspec.json.encode(list(requests), enc_hook=str)
 
 

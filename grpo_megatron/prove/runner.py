@@ -68,7 +68,7 @@ def run_parts(
 
 
 def told(outcome: Outcome) -> str:
-    """One line: `passed      device (34 s)`."""
+    """Return one line: `passed device (34 s)`."""
     mark = {"passed": "passed", "failed": "FAILED", "impossible": "not here"}[outcome.status]
     line = f"{mark:9} {outcome.part}"
     if outcome.status != "impossible":
@@ -182,7 +182,7 @@ def cause_of(outcome: Outcome, lines: Sequence[str], fallback: Cause) -> Cause:
 
 
 def last_lines(path: Path, most: int = _LOG_LINES) -> list[str]:
-    """The last lines of a log, printable and cut to a length that can be shown."""
+    """Return the last lines of a log, printable and cut to a length that can be shown."""
     try:
         text = path.read_bytes().decode(errors="replace")
     except OSError:

@@ -43,7 +43,7 @@ def qwen3_30b_a3b() -> dict[str, Any]:
 
 
 def with_layers(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The same model with fewer layers."""
+    """Return the same model with fewer layers."""
     return {**hf, "num_hidden_layers": num_layers}
 
 
@@ -66,7 +66,7 @@ def forward_flops(hf: Mapping[str, Any], lengths: list[int], num_policy_tokens: 
 
 
 def weights_of_token(facts: ModelFacts) -> int:
-    """Weights of all layers with which one token is multiplied: of its own experts only.
+    """Return weights of all layers with which one token is multiplied: of its own experts only.
 
     Of attention with query groups; latent attention is not counted right."""
     queries = facts.num_heads * facts.head_dim

@@ -31,7 +31,8 @@ class Finding:
 
 
 def at_cluster_scale(resolved: ResolvedConfig, site: str) -> list[Finding]:
-    """The recipe as it stands: its rules, its job script for `site` and, on GPUs, its memory."""
+    """Return the recipe as it stands: its rules, its job script for `site` and, on GPUs, its
+    memory."""
     config = resolved.config
     placement = config.placement
     sizes = f"{config.trainer.num_ranks} trainer ranks"
@@ -51,7 +52,7 @@ def at_cluster_scale(resolved: ResolvedConfig, site: str) -> list[Finding]:
 
 
 def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Finding]:
-    """What the finished run of the scaled recipe shows.
+    """Return what the finished run of the scaled recipe shows.
 
     num_attempts: 2 where it was stopped and resumed."""
     findings: list[Finding] = []
@@ -199,7 +200,7 @@ def _text_ids(config: Any) -> list[int]:
 
 
 def _exported(export: Path) -> Finding:
-    """The export, read by transformers where that has the family."""
+    """Return the export, read by transformers where that has the family."""
     what = "the exported checkpoint is a Hugging Face one"
     if not (export / "config.json").exists():
         return Finding(what, False, f"{export} has no config.json")
@@ -227,7 +228,7 @@ def _exported(export: Path) -> Finding:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; none of a run that trains nothing."""
+    """Return lines of metrics.jsonl; none of a run that trains nothing."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -71,7 +71,7 @@ class LocalServer:
         return _reply("\n".join(scores))
 
     async def _score(self, request: web.Request) -> web.Response:
-        """A scalar; where the text marks steps, the scores of two classes for each."""
+        """Return a scalar; where the text marks steps, the scores of two classes for each."""
         self.num_judged += 1
         body = await request.read()
         score = zlib.crc32(body) % 1000 / 1000
@@ -86,6 +86,6 @@ class LocalServer:
 
 
 def _reply(text: str) -> web.Response:
-    """As OpenAI's API has it."""
+    """Return a reply in the form of OpenAI's API."""
     message = {"role": "assistant", "content": text}
     return web.json_response({"choices": [{"index": 0, "message": message}]})

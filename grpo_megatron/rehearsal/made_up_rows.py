@@ -29,7 +29,7 @@ _RUBRIC = [
 
 
 def missing_files(config: RunConfig) -> list[int]:
-    """Numbers of the domains whose file does not exist."""
+    """Return numbers of the domains whose file does not exist."""
     missing = []
     for number, domain in enumerate(config.domains):
         if domain.path is not None and not domain.path.exists():
@@ -38,7 +38,7 @@ def missing_files(config: RunConfig) -> list[int]:
 
 
 def missing_corpora(config: RunConfig) -> list[int]:
-    """Numbers of the domains whose environment searches a file that does not exist."""
+    """Return numbers of the domains whose environment searches a file that does not exist."""
     missing = []
     for number, domain in enumerate(config.domains):
         if domain.environment is None:
@@ -50,8 +50,8 @@ def missing_corpora(config: RunConfig) -> list[int]:
 
 
 def refuse_unbound_environments_here(config: RunConfig) -> None:
-    """As `refuse_unbound_environments`, with made-up documents where those of the recipe are not on
-    this machine."""
+    """Check as `refuse_unbound_environments` does, with made-up documents where those of the recipe
+    are not on this machine."""
     missing = missing_corpora(config)
     with tempfile.TemporaryDirectory(prefix="documents-") as folder:
         documents = Path(folder) / "documents.jsonl"
@@ -156,7 +156,7 @@ def _picture(index: int) -> str:
 
 
 def _preference(config: RunConfig, row: dict[str, Any], total: int, index: int) -> dict[str, Any]:
-    """The same row with a chosen and a rejected answer, or with one answer and its label."""
+    """Return the same row with a chosen and a rejected answer, or with one answer and its label."""
     right, wrong = (f"It is {total}.", f"It is {total + 1}.")
     if config.compares_pairs:
         return row | {"chosen": right, "rejected": wrong}

@@ -117,7 +117,7 @@ def rehearse_recipe(
 
 
 def resolve_at_scale(recipe: str, overrides: Sequence[str], model: Path | None) -> ResolvedConfig:
-    """The recipe at its own size; a model that is not on this machine is left to its preset.
+    """Return the recipe at its own size; a model that is not on this machine is left to its preset.
 
     Raises ConfigError for everything that is wrong with it."""
     loaded = load_recipe(recipe, overrides).config.model
@@ -205,7 +205,7 @@ def _grpo_megatron(interrupts: InterruptForwarder, *arguments: str) -> None:
 
 
 def told(finding: Finding) -> str:
-    """One line: `ok  optimizer steps were taken (3 steps, …)`."""
+    """Return one line: `ok optimizer steps were taken (3 steps, …)`."""
     mark = "ok  "
     if not finding.holds:
         mark = "NOT "
@@ -216,7 +216,7 @@ def told(finding: Finding) -> str:
 
 
 def table_of(changes: Sequence[Change]) -> list[str]:
-    """One line a change: the key, the recipe's value, the rehearsal's, and why."""
+    """Return one line a change: the key, the recipe's value, the rehearsal's, and why."""
     lines = [f"{len(changes)} settings differ from the recipe's:"]
     for change in changes:
         before = _short(as_toml(change.before))

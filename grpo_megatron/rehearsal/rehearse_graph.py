@@ -125,7 +125,7 @@ def _with_settings(graph: Graph, overrides: Sequence[str]) -> Graph:
 
 
 def _configs(graph: Graph) -> dict[str, RunConfig]:
-    """By name of the stages that are runs, in the order of the graph."""
+    """Return the configurations of the stages that are runs, by name, in the order of the graph."""
     configs = {}
     for name in graph.order:
         if graph.table.stages[name].recipe is not None:
@@ -134,7 +134,7 @@ def _configs(graph: Graph) -> dict[str, RunConfig]:
 
 
 def _at_scale(graph: Graph, site: str) -> list[Finding]:
-    """Findings about all stages, one for each thing that was looked at."""
+    """Return findings about all stages, one for each thing that was looked at."""
     by_what: dict[str, list[Finding]] = {}
     for name in graph.order:
         if graph.table.stages[name].recipe is None:
@@ -190,7 +190,7 @@ def _changes(
 
 
 def _root_of(graph: Graph, name: str) -> str:
-    """The run whose `model` the checkpoint of stage `name` descends from."""
+    """Return the run whose `model` the checkpoint of stage `name` descends from."""
     stage = graph.table.stages[name]
     parent = stage.inputs.get("model.path") or next(iter(stage.parts), None)
     if parent is None:
@@ -225,7 +225,7 @@ def _write_graph(folder: Path, graph: Graph, changes: Sequence[tuple[str, Change
 
 
 def _table(values: Mapping[str, Any]) -> list[str]:
-    """Lines of a TOML table; keys of inner tables are quoted, since they have dots."""
+    """Return lines of a TOML table; keys of inner tables are quoted, since they have dots."""
     lines = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -237,7 +237,7 @@ def _table(values: Mapping[str, Any]) -> list[str]:
 
 
 def _of_stages(graph: Graph) -> list[Finding]:
-    """What each stage's run shows, named by the stage."""
+    """Return what each stage's run shows, named by the stage."""
     shown = []
     for name, config in _configs(graph).items():
         for finding in of_run(config, graph.run_dir(name), num_attempts=1):

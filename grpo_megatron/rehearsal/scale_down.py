@@ -45,7 +45,7 @@ class Change:
 
     @property
     def override(self) -> str:
-        """As the command line takes it."""
+        """The change as the command line takes it."""
         return f"{self.key}={as_toml(self.after)}"
 
 
@@ -93,7 +93,8 @@ class _Changes:
 
 
 def scale_down(config: RunConfig, stand_ins: StandIns) -> list[Change]:
-    """Every setting that the rehearsal of `config` changes, in the order of the recipe's tables."""
+    """Return every setting that the rehearsal of `config` changes, in the order of the recipe's
+    tables."""
     changes = _Changes(config)
     _steps(config, changes)
     _inputs(config, stand_ins, changes)
@@ -105,8 +106,8 @@ def scale_down(config: RunConfig, stand_ins: StandIns) -> list[Change]:
 
 
 def num_layers_of(trainer: TrainerConfig) -> int:
-    """Layers that the scaled layout divides: two for each chunk of the pipeline, one more where
-    its stages are unequal."""
+    """Return layers that the scaled layout divides: two for each chunk of the pipeline, one more
+    where its stages are unequal."""
     chunks = _two_at_most(trainer.pipeline_parallel_size)
     if trainer.virtual_pipeline_parallel_size is not None:
         chunks *= 2
@@ -153,6 +154,7 @@ def _steps(config: RunConfig, changes: _Changes) -> None:
 
 
 def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
+    """Replace models, data and servers that are not on this machine."""
     why = "a tiny random model of the same family"
     if stand_ins.model_is_given:
         why = "the given model"
@@ -228,7 +230,7 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
 
 
 def _lengths(config: RunConfig, changes: _Changes) -> None:
-    """Of prompts, completions and episodes, and how many an engine samples at once."""
+    """Shorten prompts, completions and episodes, and lower how many an engine samples at once."""
     why = "short and few"
     rollout = config.rollout
     longest = MAX_MODEL_LEN
@@ -299,7 +301,7 @@ def _episode_sizes(key: str, episodes: EpisodeConfig, changes: _Changes) -> None
 
 
 def _group_size(config: RunConfig) -> int:
-    """The smallest that the objective allows."""
+    """Return the smallest group size that the objective allows."""
     objective = config.objective
     if PRESETS[objective.preset].group_size is not None:
         return config.batch.num_samples_per_prompt
@@ -312,7 +314,7 @@ def _group_size(config: RunConfig) -> int:
 
 
 def _base_size(config: RunConfig) -> int:
-    """Samples that every prompt gets first: as few as the objective allows."""
+    """Return samples that every prompt gets first: as few as the objective allows."""
     objective = config.objective
     smallest = max(2, objective.passk_k)
     if objective.subset != "none":

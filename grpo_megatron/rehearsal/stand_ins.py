@@ -75,7 +75,7 @@ class StandInWriter:
         )
 
     def _served_teacher(self, root: RunConfig) -> Path:
-        """A random checkpoint with other weights than the student, and its tokenizer."""
+        """Return a random checkpoint with other weights than the student, and its tokenizer."""
         student = self.given_model
         if student is None and root.model.path is not None and root.model.path.exists():
             student = root.model.path
@@ -89,8 +89,8 @@ class StandInWriter:
         return self._models[key]
 
     def _model(self, config: RunConfig, *, other: bool) -> Path:
-        """A random checkpoint of the configured architecture; `other`: with another seed. One of
-        ours that sees is tiny as it is, and has the tokens of its data."""
+        """Return a random checkpoint of the configured architecture; `other`: with another seed.
+        One of ours that sees is tiny as it is, and has the tokens of its data."""
         hf, _ = configuration_of(config.model)
         key = json.dumps([hf, other], sort_keys=True)
         if key in self._models:
@@ -117,7 +117,8 @@ class StandInWriter:
         return directory
 
     def _data(self, config: RunConfig, number: int, *, sees_images: bool) -> Path:
-        """Rows for the file of a domain; equal domains of other stages read the same ones."""
+        """Return rows for the file of a domain; equal domains of other stages read the same
+        ones."""
         domain = config.domains[number]
         assert domain.path is not None
         key = json.dumps(

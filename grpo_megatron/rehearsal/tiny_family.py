@@ -45,7 +45,8 @@ _NOT_CARRIED = ("quantization_config", "auto_map", "transformers_version")
 
 
 def tiny_config(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The configuration `hf` (any dialect of config.json) with tiny sizes and `num_layers` layers.
+    """Return the configuration `hf` (any dialect of config.json) with tiny sizes and `num_layers`
+    layers.
 
     Vocabulary and special tokens are not set: they come from the tokenizer."""
     config = dict(hf)

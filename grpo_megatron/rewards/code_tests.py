@@ -106,7 +106,7 @@ async def _share_of_asserts(program: str, gold: Mapping[str, Any], limits: Limit
 
 
 def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
-    """Pairs or asserts (with their setup), or None where they are no good."""
+    """Return pairs or asserts (with their setup), or None where they are no good."""
     try:
         data = json.loads(answer)
         pairs = list(zip(data.get("inputs", ()), data.get("outputs", ()), strict=True))
@@ -123,7 +123,7 @@ def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
 
 
 def extract(completion: str, tag: str | None, think_tag: str | None = None) -> str | None:
-    """The last closed `<tag>…</tag>`'s content; None where there is none; all without a tag.
+    """Return the last closed `<tag>…</tag>`'s content; None where there is none; all without a tag.
     think_tag: only what stands behind the last thought counts, None where none was closed."""
     if think_tag is not None:
         _, thought, completion = completion.rpartition(f"</{think_tag}>")
@@ -139,7 +139,7 @@ def extract(completion: str, tag: str | None, think_tag: str | None = None) -> s
 
 
 def last_code_block(completion: str) -> str:
-    """The content of the last closed block between lines of three backticks, or nothing."""
+    """Return the content of the last closed block between lines of three backticks, or nothing."""
     lines = completion.splitlines()
     fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
     num_closed = len(fences) // 2 * 2

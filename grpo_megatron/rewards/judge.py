@@ -81,8 +81,8 @@ async def judge(
 def _rubric(
     metadata: Mapping[str, Any], field: str | None, criteria: Sequence[Any] | None
 ) -> list[Criterion]:
-    """The row's criteria, else the recipe's. RewardError where there are none, or they are no
-    criteria."""
+    """Return the row's criteria, else the recipe's. Raises RewardError where there are none, or
+    they are no criteria."""
     if field is None:
         return read_criteria(criteria or _DEFAULT_CRITERIA, "criteria")
     own = metadata.get(field)
@@ -142,7 +142,7 @@ def without_thought(prompt: str, completion: str, think_tag: str) -> tuple[str, 
 
 
 def _scores(reply: str, num_criteria: int) -> list[float]:
-    """One score in [0, 10] for each criterion, in order; empty where one lacks it."""
+    """Return one score in [0, 10] for each criterion, in order; empty where one lacks it."""
     by_number = {}
     for number, score in _SCORE.findall(reply):
         by_number[int(number)] = float(score)

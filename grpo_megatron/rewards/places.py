@@ -133,7 +133,7 @@ class LocalPlace:
 
 
 def _bytes_written(pid: int) -> int:
-    """What a process has written in all; 0 where it has gone, or may not be asked."""
+    """Return what a process has written in all; 0 where it has gone, or may not be asked."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/io").read_text().split("wchar:")[1].split()[0])
     return 0

@@ -54,7 +54,8 @@ class Component:
     trace: str = ""  # the first
 
     def count(self, outcome: Outcome) -> None:
-        """Take the outcome of a call; RewardError where the function keeps killing its process."""
+        """Take the outcome of a call. Raises RewardError where the function keeps killing its
+        process."""
         if not outcome.failure:
             self.num_scored += 1
             self.kills_in_a_row = 0
@@ -77,8 +78,9 @@ class Component:
             )
 
     def check(self, failures: Sequence[str]) -> None:
-        """RewardError for a broken function: of a batch, whose `failures` these are, every sample
-        failed, and no sample ever succeeded or the batch is large."""
+        """Raise RewardError for a broken function: every sample of a batch failed, and no sample
+        ever succeeded or the batch is large. failures: of the batch, "" for a sample that did not
+        fail."""
         if not failures or not all(failures):
             return
         never_worked = self.num_scored == 0
@@ -99,10 +101,10 @@ class Component:
 
 
 def components_of(domain: DomainConfig, max_new_tokens: int | None = None) -> tuple[Component, ...]:
-    """The domain's components, imported. RewardError: one cannot be called, or comes twice.
+    """Import the domain's components. Raises RewardError: one cannot be called, or comes twice.
 
-    max_new_tokens: the domain's length budget, which rewards get as `max_tokens` where they
-    require it and the recipe does not set it."""
+    max_new_tokens: the domain's length budget, which rewards get as `max_tokens` where they require
+    it and the recipe does not set it."""
     offered = {}
     if max_new_tokens is not None:
         offered["max_tokens"] = max_new_tokens
@@ -199,7 +201,8 @@ class RewardPool:
         return [self._scored(group, left) for group in groups]
 
     def _chunks(self, calls: Sequence[Call]) -> Iterator[list[int]]:
-        """Indices of calls that a process gets at a time: plain functions, then coroutines."""
+        """Yield the indices of calls that a process gets at a time: plain functions, then
+        coroutines."""
         plain = []
         coroutines = []
         for index, call in enumerate(calls):
@@ -214,7 +217,7 @@ class RewardPool:
                 yield indices[start : start + size]
 
     def _refuse_broken(self, calls: Sequence[Call], outcomes: Sequence[Outcome]) -> None:
-        """RewardError for a component that failed on every sample, see `Component.check`."""
+        """Raise RewardError for a component that failed on every sample, see `Component.check`."""
         failures: dict[int, list[str]] = {}
         for (index, *_), outcome in zip(calls, outcomes, strict=True):
             failures.setdefault(index, []).append(outcome.failure)
@@ -222,7 +225,8 @@ class RewardPool:
             self.components[index].check(of_component)
 
     def take_metrics(self) -> dict[str, float]:
-        """Failures since the last call, `reward/<domain>.<component>/<cause>`, and restarts."""
+        """Return failures since the last call, `reward/<domain>.<component>/<cause>`, and
+        restarts."""
         num_restarts = 0
         for worker in self._workers:
             num_restarts += worker.num_restarts
@@ -235,7 +239,8 @@ class RewardPool:
         return metrics
 
     def _calls(self, group: AnyGroup) -> list[Call]:
-        """One completion after the other, each with every component of the domain."""
+        """Return the calls for a group: one completion after the other, each with every
+        component."""
         prompt = group.prompt
         calls: list[Call] = []
         for completion in group.completions:
@@ -245,7 +250,7 @@ class RewardPool:
         return calls
 
     def _context(self, index: int, prompt: Prompt, completion: AnyCompletion) -> dict[str, Any]:
-        """What the reward of a component asks for beside text and answer."""
+        """Return what the reward of a component asks for beside text and answer."""
         found: dict[str, Any] = {}
         for name in self.components[index].reward.context:
             if name == "prompt":
@@ -270,8 +275,8 @@ class RewardPool:
         chunk: Sequence[int],
         outcomes: list[Outcome],
     ) -> None:
-        """Fill in the outcomes of `chunk`. Of plain calls the first without an outcome ended the
-        process; coroutines run together: each of those without runs again, alone."""
+        """Fill in the outcomes of `chunk`. Among plain calls the first without an outcome has ended
+        the process; coroutines run together, and each without an outcome runs again, alone."""
         is_async = self._is_async(calls[chunk[0]])
         limit_s = self._timeout_s
         if is_async:
@@ -315,8 +320,8 @@ class RewardPool:
             logger.warning("%s", error)
 
     def _scored(self, group: AnyGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
-        """The group with its rewards; takes its outcomes from the front of `outcomes`. An episode
-        whose last turn is spoilt cannot be scored, whatever its text is."""
+        """Return the group with its rewards; takes its outcomes from the front of `outcomes`. An
+        episode whose last turn is spoilt cannot be scored, whatever its text is."""
         domain = group.prompt.domain
         components = [self.components[index] for index in self._of_domain[domain]]
         table = np.empty((len(group.completions), len(components)), np.float64)
@@ -345,7 +350,8 @@ class RewardPool:
 
 
 def _places(num_workers: int, hosts: Sequence[Endpoint], log_path: Path) -> list[Place]:
-    """One for each process; those of the hosts in turn, so that all have something to do."""
+    """Return a place for each process; those of the hosts in turn, so that all have something to
+    do."""
     places: list[Place] = []
     for _ in range(num_workers):
         if not hosts:
@@ -356,21 +362,22 @@ def _places(num_workers: int, hosts: Sequence[Endpoint], log_path: Path) -> list
 
 
 def _text_of(completion: AnyCompletion) -> str | FilePart:
-    """The text, or where the reward's process finds it."""
+    """Return the text, or where the reward's process finds it."""
     if isinstance(completion, StoredCompletion):
         return completion.stored_text
     return completion.text
 
 
 def _token_ids_of(completion: AnyCompletion) -> tuple[int, ...] | FilePart:
-    """The token ids, or where the reward's process finds them."""
+    """Return the token ids, or where the reward's process finds them."""
     if isinstance(completion, StoredCompletion):
         return completion.stored_token_ids
     return tuple(completion.token_ids.tolist())
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float = np.inf) -> np.ndarray:
-    """Rewards [G] of components [G, C], within ±clip: NaNs are skipped, NaN where all are."""
+    """Return the weighted sum [G] of components [G, C], within ±clip. NaNs are skipped; NaN where
+    all are."""
     known = ~np.isnan(table)
     total = np.clip(np.where(known, table, 0.0) @ weights, -clip, clip)
     return np.where(known.any(axis=1), total, np.nan)

@@ -93,7 +93,8 @@ class RewardProcess:
             raise
 
     async def _give(self, calls: Sequence[Call]) -> None:
-        """Until a process has the calls: one that ended while it was idle is nobody's fault."""
+        """Hand the calls to a process, trying again until one has them: that a process ended while
+        it was idle is no call's fault."""
         for _ in range(_MAX_IDLE_DEATHS):
             await self.start()
             with contextlib.suppress(TimeoutError, ConnectionError):
@@ -109,7 +110,8 @@ class RewardProcess:
             return await self._line()
 
     async def _line_within(self, limit_s: float) -> Any:
-        """A busy parent notices that time is up before it notices the line that came in time."""
+        """Wait for a line until the time is up. A busy parent notices that time is up before it
+        notices a line that came in time, so it looks once more."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 return await self._line()

@@ -110,7 +110,7 @@ def bind(
 
 
 def _remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:
-    """What to do about a signature that these arguments do not fit."""
+    """Return what to do about a signature that these arguments do not fit."""
     strange = [key for key in arguments if key not in signature.parameters]
     if not strange:
         return f"a reward is {_SIGNATURE}"
@@ -120,7 +120,8 @@ def _remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:
 
 
 def to_float(value: Any) -> float:
-    """A reward's return value as a finite float, or NaN for NaN and None ("cannot be scored")."""
+    """Return a reward's return value as a finite float, or NaN for NaN and None ("cannot be
+    scored")."""
     if value is None:
         return math.nan
     if isinstance(value, str | bytes) or not (

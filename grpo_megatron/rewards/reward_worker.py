@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _read(call: Call) -> tuple[str, str, Mapping[str, Any]]:
-    """The arguments of a call, with what lies in files."""
+    """Return the arguments of a call, with what lies in files."""
     _, completion, answer, context = call
     if isinstance(completion, FilePart):
         completion = completion.text()

@@ -192,13 +192,15 @@ async def _read(
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """And its group: a bubblewrap that fails early leaves its child there, with our pipes."""
+    """Kill the process and its group: a bubblewrap that fails early leaves its child there, with
+    our pipes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """A file without a path that nobody can change: a pipe could block, a disk could fill."""
+    """Return a file without a path that nobody can change: a pipe could block, a disk could
+    fill."""
     fd = os.memfd_create("sandbox", os.MFD_ALLOW_SEALING)
     stack.callback(os.close, fd)
     os.write(fd, content)

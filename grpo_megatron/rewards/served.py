@@ -8,8 +8,8 @@ from grpo_megatron.errors import RewardError
 
 
 async def post(url: str, body: dict[str, Any], timeout_s: float, api_key: str | None = None) -> Any:
-    """The reply's JSON. RewardError where there is none within `timeout_s`, or another status
-    than 200: the sample is unscorable then."""
+    """Return the reply's JSON. Raises RewardError where there is none within `timeout_s`, or
+    another status than 200: the sample is unscorable then."""
     limit = aiohttp.ClientTimeout(total=timeout_s)
     headers = {}
     if api_key:

@@ -16,7 +16,7 @@ class Step(NamedTuple):
 
 
 def steps_of(completion: str, separator: str) -> list[Step]:
-    """The parts between separators that are more than white space, in order."""
+    """Return the parts between separators that are more than white space, in order."""
     steps = []
     start = 0
     for text in completion.split(separator):
@@ -85,7 +85,7 @@ def _number_of(scores: Any) -> int:
 
 
 def _of_label(score: Any, label: int, url: str) -> float:
-    """The score of one class; of a model with one output, that."""
+    """Return the score of one class; of a model with one output, that."""
     if not isinstance(score, list):
         return float(score)
     if len(score) == 1:

@@ -32,8 +32,8 @@ _PIPE_S = 1.0
 
 
 def find_program(command: Sequence[str]) -> str:
-    """The file that a command starts; EpisodeError where there is none. Python is that of the run
-    itself, unless a path says otherwise."""
+    """Return the file that a command starts. Raises EpisodeError where there is none. Python is
+    that of the run itself, unless a path says otherwise."""
     found = shutil.which(command[0], path=_search_path())
     if found is None:
         raise EpisodeError(
@@ -92,8 +92,8 @@ async def _started(
 
 
 async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tuple[bytes, bytes]:
-    """The ends of what the program prints and of its messages, once it has ended; what it has
-    started is killed then, and keeps its output open no longer."""
+    """Return the ends of what the program prints and of its messages, once it has ended; what it
+    has started is killed then, and keeps its output open no longer."""
     assert process.stdin is not None and process.stdout is not None
     assert process.stderr is not None
     giving = asyncio.create_task(_give(process.stdin, given))
@@ -156,7 +156,7 @@ def _search_path() -> str:
 
 
 def _variables(variables: Mapping[str, str], client: ClientSettings) -> dict[str, str]:
-    """The environment of the program. No proxy stands between it and the door."""
+    """Return the environment of the program. No proxy stands between it and the door."""
     host = urlsplit(client.base_url).hostname or ""
     unproxied = ",".join(filter(None, [host, os.environ.get("NO_PROXY", "")]))
     return {
@@ -185,7 +185,7 @@ def _given(problem: Problem, client: ClientSettings) -> bytes:
 
 
 def _reward(printed: bytes) -> float | None:
-    """Of the last line, if it is a JSON object with a reward."""
+    """Return the reward in the last line, if that is a JSON object with one."""
     lines = printed.decode("utf-8", "replace").split("\n")
     written = [line for line in lines if line.strip()]
     if not written:

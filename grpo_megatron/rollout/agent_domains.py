@@ -86,7 +86,7 @@ class AgentDomain:
         return replace(stand_in, outcome=math.nan)
 
     def take_metrics(self) -> dict[str, float]:
-        """How its episodes have ended since the last call; see `Failures.take_metrics`."""
+        """Return how its episodes have ended since the last call; see `Failures.take_metrics`."""
         return self._failures.take_metrics()
 
     async def _result(self, opened: OpenSession, prompt: Prompt, seeds: EpisodeSeeds) -> _Result:
@@ -119,7 +119,7 @@ class AgentDomain:
 
 
 def command_program(settings: AgentConfig) -> Program:
-    """Of a command."""
+    """Make a program of a command."""
 
     async def run(problem: Problem, client: ClientSettings) -> float | None:
         return await run_command(
@@ -130,7 +130,7 @@ def command_program(settings: AgentConfig) -> Program:
 
 
 def function_program(open_environment: Callable[[], Environment]) -> Program:
-    """Of a function, which a process of environments runs."""
+    """Make a program of a function, which a process of environments runs."""
 
     async def run(problem: Problem, client: ClientSettings) -> float | None:
         environment = open_environment()
@@ -146,7 +146,7 @@ def function_program(open_environment: Callable[[], Environment]) -> Program:
 async def _unless_engines_fail(
     running: Awaitable[float | None], opened: OpenSession
 ) -> float | None:
-    """What the program comes to; an error of the engines ends it, and is raised."""
+    """Return what the program comes to; an error of the engines ends it, and is raised."""
     program = asyncio.ensure_future(running)
     both: list[asyncio.Future[Any]] = [program, opened.failure]
     try:

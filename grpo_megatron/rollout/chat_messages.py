@@ -18,13 +18,14 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """A conversation as chat templates take it: content is text, fields without a value are left
-    out. DataError names the message that is none, has no known role, or parts that are no text."""
+    """Return a conversation as chat templates take it: content is text, fields without a value are
+    left out. DataError names the message that is none, has no known role, or parts that are no
+    text."""
     return [_plain(message, number) for number, message in enumerate(messages)]
 
 
 def sent_message(reply: Message) -> Message:
-    """A reply (`ReadReply.message`) as the program gets it."""
+    """Return a reply (`ReadReply.message`) as the program gets it."""
     content: str | None = reply["content"]
     if not reply.get("tool_calls"):
         return {"role": "assistant", "content": content}
@@ -32,7 +33,7 @@ def sent_message(reply: Message) -> Message:
 
 
 def comparable(message: Message) -> str:
-    """A text that is equal for messages that say the same."""
+    """Return a text that is equal for messages that say the same."""
     found = {}
     for name, value in message.items():
         if name == "tool_calls":
@@ -116,7 +117,7 @@ def _comparable_call(call: Mapping[str, Any]) -> list[Any]:
 
 
 def _as_table(arguments: Any) -> Any:
-    """What is JSON becomes a table; a call that no reader made may have any text."""
+    """Return text that is JSON as a table; a call that no reader made may have any text."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -81,7 +81,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 def read_request(body: bytes) -> tuple[ChatRequest, list[str]]:
-    """A request, and the names of its fields that are ignored.
+    """Return a request, and the names of its fields that are ignored.
 
     RequestRefused where it is none, or wants what cannot be trained."""
     try:
@@ -99,7 +99,7 @@ def read_request(body: bytes) -> tuple[ChatRequest, list[str]]:
 
 
 def _ignored(fields: Mapping[str, Any]) -> list[str]:
-    """Names that can stand in a header, of fields with a value that nobody reads."""
+    """Return names that can stand in a header, of fields with a value that nobody reads."""
     known = ChatRequest.__struct_fields__
     found = []
     for name, value in fields.items():
@@ -148,7 +148,7 @@ def _refuse_unreadable_tools(tools: list[ToolSchema]) -> None:
 def error_body(
     message: str, *, kind: str, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return an error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -171,7 +171,8 @@ def answer_body(reply: ChatReply, request: ChatRequest, number: str) -> dict[str
 
 
 def answer_events(reply: ChatReply, request: ChatRequest, number: str) -> Iterator[bytes]:
-    """The same as server-sent events: role, text, calls, the end, usage where it is wanted."""
+    """Yield the answer as server-sent events: role, text, calls, the end, usage where it is
+    wanted."""
     head = _head(request, number, "chat.completion.chunk")
     for delta in _deltas(reply.message):
         yield _event({**head, "choices": [_choice(delta, None)]})

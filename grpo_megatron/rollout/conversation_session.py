@@ -154,8 +154,8 @@ class ConversationSession:
         self._wake()
 
     def completion(self, outcome: float, *, is_spoilt: bool = False) -> Completion | None:
-        """The record of the episode, with the sequence that was continued last as its last one and
-        its last reply as text; None where no turn was sampled. Closes the session.
+        """Return the record of the episode, with the sequence that was continued last as its last
+        one and its last reply as text; None where no turn was sampled. Closes the session.
 
         is_spoilt: the program has failed, so that nothing can be said about the episode."""
         self.close()
@@ -175,7 +175,8 @@ class ConversationSession:
     def _prepared(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], max_tokens: int | None
     ) -> _Request | None:
-        """What is to be sampled; None while other requests may have all tokens that are left."""
+        """Return what is to be sampled; None while other requests may have all tokens that are
+        left."""
         self._require_turns_and_time()
         turns = self._sampler.turn_tokens(tools)
         known = self._longest_known(messages)
@@ -232,7 +233,8 @@ class ConversationSession:
             )
 
     def _tokens_left(self, state: TurnState, num_between: int, num_before: int) -> int:
-        """Tokens that the next turn may have, behind so many of the episode and of the record."""
+        """Return tokens that the next turn may have, behind so many of the episode and of the
+        record."""
         limits = self._limits
         left = min(
             limits.max_model_len - len(state.token_ids),
@@ -243,7 +245,7 @@ class ConversationSession:
         return left
 
     def _told_tokens(self, num_between: int) -> str:
-        """Which tokens have been used up."""
+        """Return which tokens have been used up."""
         limits = self._limits
         if self._num_used + num_between >= limits.episode_tokens:
             return f"the episode has had its {limits.episode_tokens} tokens (episode_tokens)"
@@ -253,9 +255,9 @@ class ConversationSession:
         )
 
     def _longest_known(self, messages: Sequence[Message]) -> _Conversation | None:
-        """The conversation that `messages` go on from, of equal ones one that nothing has gone on
-        from yet; None: they begin one. With other tools the template writes another text, which
-        makes a restart of it."""
+        """Return the conversation that `messages` go on from, of equal ones one that nothing has
+        gone on from yet; None: they begin one. With other tools the template writes another text,
+        which makes a restart of it."""
         asked = [comparable(message) for message in messages]
         best = None
         best_rank = (0, False)
@@ -272,8 +274,8 @@ class ConversationSession:
         return known.builder.num_tokens == known.num_tokens and known.builder not in self._claimed
 
     def _begun(self, turns: TurnTokens, messages: Sequence[Message]) -> TurnState:
-        """The first request of a conversation. Markers are text, but for those of replies that the
-        policy gave in this session: thoughts and calls stay what they are."""
+        """Return the first request of a conversation. Markers are text, but for those of replies
+        that the policy gave in this session: thoughts and calls stay what they are."""
         given = {known.messages[-1] for known in self._known}
         found: list[Message] = []
         for message in messages:
@@ -286,7 +288,7 @@ class ConversationSession:
     def _continued(
         self, turns: TurnTokens, known: _Conversation, messages: Sequence[Message]
     ) -> tuple[TurnState, SequenceBuilder, Sequence[int]]:
-        """The request behind a known conversation, its sequence, and the ids in between."""
+        """Return the request behind a known conversation, its sequence, and the ids in between."""
         new_messages = messages[len(known.messages) :]
         following = turns.after(known.state, known.sampled_ids, known.reply, new_messages)
         if following.restart is None and self._is_end(known):
@@ -373,7 +375,7 @@ class ConversationSession:
 
 
 def _stopped(request: _Request, sampled: Completion, stops: Sequence[str]) -> Completion:
-    """The turn up to the first of `stops`."""
+    """Return the turn up to the first of `stops`."""
     if not stops:
         return sampled
     ids = sampled.token_ids.tolist()

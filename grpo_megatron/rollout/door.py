@@ -176,7 +176,7 @@ class Door:
         return await _streamed(http_request, answer_events(reply, request, number), headers)
 
     def _tell_ignored(self, names: list[str]) -> None:
-        """Of each field once."""
+        """Warn about each ignored field once."""
         new = [name for name in names if name not in self._told]
         if new and len(self._told) < _MOST_TOLD:
             self._told.update(new)
@@ -189,7 +189,7 @@ class Door:
 async def _streamed(
     request: web.Request, events: Iterator[bytes], headers: dict[str, str]
 ) -> web.StreamResponse:
-    """The whole reply at once, in the form of a stream: it is sampled before it is sent."""
+    """Return the whole reply at once, in the form of a stream: it is sampled before it is sent."""
     response = web.StreamResponse(headers=headers)
     response.content_type = "text/event-stream"
     await response.prepare(request)

@@ -72,8 +72,9 @@ class EngineControl:
         return kept
 
     async def kept_adapters(self, tensors: Sequence[TensorEntry]) -> list[Kept]:
-        """Return that every worker keeps the whole of each of `tensors`, of an adapter: vLLM cuts
-        it. Raises MismatchError where one cannot take it, and where not all workers answer."""
+        """Return, for every worker, that it keeps the whole of each of `tensors`, of an adapter:
+        vLLM cuts it. Raises MismatchError where one cannot take it, and where not all workers
+        answer."""
         self._world_sizes = await self._count_workers()
         await self._call_workers("abandon_update")
         answers = await self._call_workers("adapter_refusals", tensors=tensors)
@@ -90,7 +91,7 @@ class EngineControl:
         return [answer["world_size"] for answer in answers]
 
     def _tell_whole(self, client: EngineClient, worker: int, whole: Mapping[str, str]) -> None:
-        """Name the tensors that a worker gets as a whole although it may keep a part of them."""
+        """Print which tensors a worker gets as a whole although it may keep a part of them."""
         if not whole:
             return
         first = min(whole)
@@ -155,7 +156,7 @@ class EngineControl:
             await self.resume(tags="kv_cache")
 
     async def publish_file(self, version: int, path: str) -> None:
-        """The fallback: every replica reloads the checkpoint directory `path`."""
+        """Have every replica reload the checkpoint directory `path`: the fallback."""
 
         async def reload(client: EngineClient) -> None:
             await client.call_workers("reload_from_path", path=path)
@@ -168,8 +169,8 @@ class EngineControl:
         await self.resume(tags="kv_cache")
 
     async def pause(self, *, sleep: bool) -> None:
-        """Until the next publish engines neither schedule nor, with `sleep`, hold their weights
-        and keys and values on the device, which the trainer shares with them."""
+        """Stop the engines from scheduling until the next publish; with `sleep`, also take their
+        weights, keys and values off the device, which the trainer shares with them."""
         if self.asleep:
             return
         await self._stop_scheduling()
@@ -196,7 +197,7 @@ class EngineControl:
             await self._stop_scheduling()
 
     async def _stop_scheduling(self) -> None:
-        """And drop all cached keys and values."""
+        """Pause all engines, which drops their cached keys and values."""
         if not self.paused:  # vLLM takes 20 ms for it
             await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
             self.paused = True
@@ -219,7 +220,7 @@ class EngineControl:
         return sent
 
     async def _control(self, *request: Any, **options: Any) -> list[Any]:
-        """Make a control request of every replica; their answers in order."""
+        """Send a control request to every replica; returns their answers in order."""
         return await _all(client.control(*request, **options) for client in self.clients)
 
     async def _call_workers(self, method: str, **arguments: Any) -> list[list[Any]]:
@@ -259,7 +260,7 @@ class EngineControl:
             require_equal_weights([client.name for client in self.clients], checksums)
 
     async def checksums(self, client: EngineClient) -> dict[str, str]:
-        """Ask a replica for those of what was published: of its adapter, or of its weights."""
+        """Ask a replica for the checksums of what was published: its adapter, or its weights."""
         if self.carries_adapter:
             return await client.adapter_checksums()
         return await client.weight_checksums()
@@ -313,5 +314,6 @@ def _has_failed(reports: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """One end of a transfer that dies makes the other fail: the second error may explain both."""
+    """Run `calls` together. One end of a transfer that dies makes the other fail: the second error
+    may explain both."""
     return await finish_or_cancel(calls, _SETTLE_S)

@@ -144,8 +144,9 @@ def episode_domains(
     tokenizer_directory: Path,
     open_environment: OpenEnvironment,
 ) -> dict[str, EpisodeDomain]:
-    """Those of `config` that have an environment, by name. tokenizer_directory: where the tokenizer
-    was loaded from."""
+    """Return the domains of `config` that have an environment, by name.
+
+    tokenizer_directory: where the tokenizer was loaded from."""
     make = _Domains(config, tokenizer, tokenizer_directory, open_environment)
     found = {}
     for domain in config.domains:
@@ -162,8 +163,9 @@ def agent_domains(
     door: Door,
     log_path: Path,
 ) -> dict[str, AgentDomain]:
-    """Those of `config` that a program drives, by name; it asks at the open `door`. log_path: where
-    this process says how programs fail."""
+    """Return the domains of `config` that a program drives, by name; it asks at the open `door`.
+
+    log_path: where this process says how programs fail."""
     make = _Domains(config, tokenizer, tokenizer_directory, open_environment)
     found = {}
     for domain in config.domains:

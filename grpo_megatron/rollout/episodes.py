@@ -102,7 +102,7 @@ class _Episode:
             self._outcome = _UNSCORABLE
 
     def completion(self) -> Completion:
-        """The record of the episode."""
+        """Return the record of the episode."""
         last = self._sequence(self._finish_reason)
         return replace(
             last,
@@ -176,7 +176,7 @@ class _Episode:
         return sampled
 
     def _room(self) -> int:
-        """Tokens that the next turn may have."""
+        """Return tokens that the next turn may have."""
         room = self._room_behind(self._state, 0)
         if self._limits.turn_tokens is not None:
             room = min(room, self._limits.turn_tokens)
@@ -203,7 +203,7 @@ class _Episode:
         )
 
     def _turn_seed(self) -> int | None:
-        """Of the next turn's sampling."""
+        """Return the seed of the next turn; None where sampling has no seeds."""
         if self._seeds.turns is None:
             return None
         return derive_seed(self._seeds.turns, "turn", self._num_turns)

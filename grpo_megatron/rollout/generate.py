@@ -75,7 +75,7 @@ class GenerateRequest:
         return body
 
     def decode(self, body: bytes, where: str) -> GenerateAnswer:
-        """The completions, ordered by index and without text; `where` is the engine.
+        """Return the completions, ordered by index and without text. where: the engine.
 
         Raises EngineError when anything asked for is missing, of another size, or not finite."""
         try:
@@ -211,8 +211,8 @@ def _logprobs(choice: _Choice) -> np.ndarray:
 
 
 def _kept(choice: _Choice[_Candidates]) -> SamplingMask:
-    """Candidates with a probability. A set that lacks the sampled id, or others (its probabilities
-    do not add up to 1), is left empty: nothing can be renormalised over it."""
+    """Return the candidates with a probability. A set that lacks the sampled id, or other ids (its
+    probabilities do not add up to 1), is left empty: nothing can be renormalised over it."""
     content = _content(choice)
     candidates: list[_TokenLogprob] = []
     num_candidates = []
@@ -238,7 +238,7 @@ def _kept(choice: _Choice[_Candidates]) -> SamplingMask:
 
 
 def _spans(spans: list[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Of numbered versions, one after the other from the first token to the last."""
+    """Return spans of numbered versions, one after the other from the first token to the last."""
     problem = f"weight-version spans {spans} do not cover {num_tokens} tokens"
     num_covered = 0
     for span in spans:
@@ -258,8 +258,9 @@ def _spans(spans: list[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
 def _with_routes(
     completion: Completion, request: GenerateRequest, encoded: str | None
 ) -> Completion:
-    """Row T_p - 1 + t sampled token t. What came before was computed by the first version: a
-    request that is held computes it anew, but the engine then returns later rows only."""
+    """Add the routes, whose row T_p - 1 + t sampled token t. Rows before that count as computed by
+    the first version: a request that is held computes them anew, but the engine then returns later
+    rows only."""
     if encoded is None:
         raise EngineError(
             "expert routes were asked for and are missing",

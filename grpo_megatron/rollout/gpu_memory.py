@@ -4,7 +4,8 @@ from grpo_megatron.plan.devices import DEFAULT_DEVICE, device_bytes
 
 
 def gpu_bytes() -> int:
-    """Bytes of the first GPU, as the driver says; those that `plan` assumes where none answers."""
+    """Return bytes of the first GPU, as the driver says; those that `plan` assumes where none
+    answers."""
     try:
         import pynvml
     except ImportError:  # of vLLM's CUDA build

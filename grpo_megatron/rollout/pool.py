@@ -114,7 +114,7 @@ class ReplicaPool:
         self._size = max(self._size, index + 1)
 
     def find(self, index: int) -> Replica | None:
-        """The replica of a number; None: it never was there, or was let go."""
+        """Return the replica of a number; None: it never was there, or was let go."""
         for replica in self.replicas:
             if replica.index == index:
                 return replica

@@ -29,15 +29,15 @@ class PrefixCacheCounts:
             self._counts[_CONTINUED_CACHED] += answer.cached_tokens
 
     def take(self) -> dict[str, float]:
-        """The counts since the last call, which may be added up over engines and workers."""
+        """Return the counts since the last call, which may be added up over engines and workers."""
         counts = {name: float(count) for name, count in self._counts.items()}
         self._counts.clear()
         return counts
 
 
 def prefix_cache_metrics(counts: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of counts that were added up: tokens of prompts, the share of them that was
-    cached, and this share of later turns and segments; without what was not counted."""
+    """Return the metrics of counts that were added up: tokens of prompts, the share of them that
+    was cached, and this share of later turns and segments; without what was not counted."""
     metrics = {}
     if counts.get(_PROMPT):
         metrics[_PROMPT] = counts[_PROMPT]

@@ -98,7 +98,7 @@ def multi_node_arguments(
 
 
 def _data_parallel_arguments(of_node: int, node: int, head: Endpoint) -> list[str]:
-    """Of a part with `of_node` of the server's engines."""
+    """Return the arguments of one part of a server, which has `of_node` of its engines."""
     arguments = [
         "--data-parallel-size-local",
         str(of_node),
@@ -113,7 +113,7 @@ def _data_parallel_arguments(of_node: int, node: int, head: Endpoint) -> list[st
 
 
 def _inherited_port(host: str) -> int:
-    """A free port, kept for the server by a socket that outlives the exec."""
+    """Return a free port, kept for the server by a socket that outlives the exec."""
     holder = reserve_port(host)
     os.set_inheritable(holder.fileno(), True)
     port = int(holder.getsockname()[1])
@@ -122,7 +122,7 @@ def _inherited_port(host: str) -> int:
 
 
 def _gpus(config: RunConfig, index: int) -> dict[str, str]:
-    """The replica's own among the node's, after those of trainer ranks on the same node."""
+    """Return the replica's own among the node's, after those of trainer ranks on the same node."""
     placement = config.placement
     size = config.rollout.num_workers
     count = placement.gpus_per_node
@@ -145,7 +145,7 @@ def serve_command(
     *,
     token: str,
 ) -> tuple[list[str], dict[str, str]]:
-    """What to start for one replica: `argv`, and variables to add to the environment, from
+    """Return what to start for one replica: `argv`, and variables to add to the environment, from
     `engine.toml`. Unseeded requests of each replica have random numbers of their own.
 
     token: what every request to the server must carry, see `plugin.engine_token`."""
@@ -190,8 +190,8 @@ def _with_slots(lora: LoraConfig, model: Path) -> list[str]:
 def scoring_command(
     rollout: RolloutConfig, model_path: str, port: int, max_logprobs: int
 ) -> tuple[list[str], dict[str, str]]:
-    """What to start for a server on loopback that scores text, as a teacher behind a `url` is
-    asked: vLLM's own server with a tokenizer. Returns `argv` and variables, as `serve_command`.
+    """Return what to start for a server on loopback that scores text, as a teacher behind a `url`
+    is asked: vLLM's own server with a tokenizer. Returns `argv` and variables, as `serve_command`.
 
     rollout: type, longest text and cache of the server."""
     values = {"seed": 0, "num_threads": 1, "max_logprobs": max_logprobs}

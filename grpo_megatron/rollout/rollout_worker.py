@@ -127,7 +127,8 @@ class RolloutWorker:
         return batch.groups()
 
     def images_of(self, prompt: Prompt) -> tuple[EngineImage, ...]:
-        """What engines need of a prompt's images. DataError where one cannot be read."""
+        """Return what engines need of a prompt's images. Raises DataError where one cannot be
+        read."""
         if not prompt.images:
             return ()
         assert self._images is not None  # of a model that sees
@@ -250,7 +251,7 @@ class _Batch:
         )
 
     def _longest(self, prompt: Prompt) -> int:
-        """Tokens that a completion of `prompt` may have."""
+        """Return tokens that a completion of `prompt` may have."""
         room = self._config.rollout.max_model_len - len(prompt.token_ids)
         budget = self._config.max_new_tokens_of(prompt.domain)
         return max(1, min(self._max_tokens, budget, room))

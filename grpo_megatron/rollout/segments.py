@@ -129,7 +129,7 @@ def _merged_kept(head: SamplingMask | None, tail: SamplingMask | None) -> Sampli
 
 
 def _merged_routes(head: Completion, tail: Completion, num_prompt: int) -> np.ndarray | None:
-    """Rows of both [T, L, K], zeros where one side has none; None where neither has."""
+    """Return rows of both [T, L, K], zeros where one side has none; None where neither has."""
     first = head.routes
     second = tail.routes
     if first is None and second is None:
@@ -151,7 +151,7 @@ def _merged_routes(head: Completion, tail: Completion, num_prompt: int) -> np.nd
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version become one span."""
+    """Join neighbouring spans of one version."""
     joined: list[VersionSpan] = []
     for span in spans:
         if joined and joined[-1].version == span.version and joined[-1].end == span.start:
@@ -163,9 +163,9 @@ def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 async def finish_or_cancel(
     coroutines: Iterable[Awaitable[Result]], settle_s: float = 0.0
 ) -> list[Result]:
-    """The results of `coroutines`, run together, in order. When one fails, or this is cancelled,
-    the others have `settle_s` seconds to end, are cancelled, and the error is raised; what they
-    raised within that time is added to it as notes."""
+    """Return the results of `coroutines`, run together, in order. When one fails, or this is
+    cancelled, the others have `settle_s` seconds to end, are cancelled, and the error is raised;
+    what they raised within that time is added to it as notes."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

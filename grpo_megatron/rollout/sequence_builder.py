@@ -74,7 +74,7 @@ class SequenceBuilder:
         self.turns[-1] = Turn(last.start, last.end, reward, last.state, spoilt)
 
     def completion(self, finish_reason: str) -> Completion:
-        """The sequence as a record, without text; it ends with a turn."""
+        """Return the sequence as a record, without text; it ends with a turn."""
         return Completion(
             np.array(self._response, np.int32),
             np.concatenate(self._logprobs).astype(np.float32),
@@ -119,7 +119,8 @@ class SequenceBuilder:
         return SamplingMask(np.concatenate(self._kept_ids), offsets)
 
     def _all_routes(self) -> np.ndarray | None:
-        """Rows of all turns [T_p + T - 1, L, K], zeros where one has none; None where all have."""
+        """Return rows of all turns [T_p + T - 1, L, K], zeros where one has none; None where all
+        have."""
         known = [routes for routes in self._routes if routes is not None]
         if not known:
             return None

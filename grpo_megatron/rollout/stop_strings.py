@@ -12,8 +12,8 @@ from grpo_megatron.types import Completion, SamplingMask, VersionSpan
 def num_tokens_to_stop(
     text_of: Callable[[int], str], num_tokens: int, stops: Sequence[str]
 ) -> int | None:
-    """How many tokens of a turn there are up to the first that completes one of `stops`; None: no
-    token does. text_of: the text of so many tokens."""
+    """Return how many tokens of a turn there are up to the first that completes one of `stops`;
+    None: no token does. text_of: the text of so many tokens."""
     if first_stop(text_of(num_tokens), stops) is None:
         return None
     low = 1
@@ -28,14 +28,14 @@ def num_tokens_to_stop(
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of `stops` in the text begins; None: there is none."""
+    """Return where the first of `stops` in the text begins; None: there is none."""
     places = [text.find(stop) for stop in stops]
     return min((place for place in places if place >= 0), default=None)
 
 
 def first_tokens(completion: Completion, num_tokens: int, num_prompt: int) -> Completion:
-    """The first tokens of a turn as a turn that has stopped there, with their log-probs, versions,
-    routes and kept ids. num_prompt: tokens of the request that it answers."""
+    """Return the first tokens of a turn as a turn that has stopped there, with their log-probs,
+    versions, routes and kept ids. num_prompt: tokens of the request that it answers."""
     routes = completion.routes
     if routes is not None:
         num_dropped = completion.num_tokens - num_tokens

@@ -138,7 +138,7 @@ class ToolCallReader:
             )
 
     def _written_ids(self, answer: str) -> dict[int, str]:
-        """Ids by the number of their call, where the policy has written a list with ids."""
+        """Return ids by the number of their call, where the policy has written a list with ids."""
         if self.format_name != "mistral":
             return {}
         try:
@@ -181,7 +181,7 @@ def _arguments(name: str, written: str) -> Mapping[str, Any]:
 
 
 def _stable_id(format_name: str, call_id: str | None) -> str | None:
-    """The id that the policy wrote; None where the parser has made one up."""
+    """Return the id that the policy wrote; None where the parser has made one up."""
     if format_name == "kimi_k2" and call_id and ":" in call_id:
         return call_id
     return None
@@ -192,7 +192,8 @@ def _without_calls(text: str, error: str | None) -> ReadReply:
 
 
 def _as_message(call: ToolCall) -> dict[str, Any]:
-    """As OpenAI's API has it. Arguments as text: templates that want a table are given one."""
+    """Return a call in the form of OpenAI's API. Arguments are text: templates that want a table
+    are given one."""
     function = {
         "name": call.name,
         "arguments": json.dumps(call.arguments, ensure_ascii=False),

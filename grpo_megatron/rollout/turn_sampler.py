@@ -65,8 +65,8 @@ class TurnSampler:
         self._turn_tokens: dict[str, TurnTokens] = {}
 
     def turn_tokens(self, tools: Sequence[ToolSchema]) -> TurnTokens:
-        """The domain's turns with these tools, which are proved once. DataError where they cannot
-        be."""
+        """Return the domain's turns with these tools, which are proved once. Raises DataError where
+        they cannot be."""
         key = json.dumps(list(tools), sort_keys=True)
         found = self._turn_tokens.pop(key, None)
         if found is None:
@@ -86,8 +86,8 @@ class TurnSampler:
         routes_from: int,
         tools: Sequence[ToolSchema] = (),
     ) -> Completion:
-        """One turn behind `token_ids`; while it is sampled, what reads replies with `tools` is
-        loaded. Raises what `ask` raises, and what is wrong with the format of calls."""
+        """Return one turn behind `token_ids`; while it is sampled, what reads replies with `tools`
+        is loaded. Raises what `ask` raises, and what is wrong with the format of calls."""
         loading = asyncio.ensure_future(self._load_reading(tools))
         try:
             (sampled,) = await complete(
@@ -105,8 +105,8 @@ class TurnSampler:
         return sampled
 
     async def stand_in(self, ask: Ask, question: str, seed: int | None) -> SequenceBuilder:
-        """A sequence of one token behind the question, for an episode that had no turn: it has
-        neither reward nor loss. Errors as of `turn_tokens` and `sample`."""
+        """Return a sequence of one token behind the question, for an episode that had no turn: it
+        has neither reward nor loss. Errors as of `turn_tokens` and `sample`."""
         asked: Message = {"role": "user", "content": question}
         state = self.turn_tokens(()).begin([asked], from_environment=True)
         builder = SequenceBuilder(state.token_ids)
@@ -116,7 +116,8 @@ class TurnSampler:
         return builder
 
     def sequence(self, builder: SequenceBuilder, finish_reason: str) -> Completion:
-        """The record of a sequence of an episode, with its text and the ids that it answers."""
+        """Return the record of a sequence of an episode, with its text and the ids that it
+        answers."""
         found = builder.completion(finish_reason)
         return replace(
             found,

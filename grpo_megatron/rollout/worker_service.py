@@ -117,7 +117,7 @@ class WorkerService:
         return SampledChunk(report, replicas, dead, self._take_counts())
 
     def _take_counts(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """Return what was counted since the last call."""
         counts = self._environment_metrics()
         for client in self._clients.values():
             for name, count in client.prefix_cache.take().items():
@@ -130,7 +130,7 @@ class WorkerService:
             await client.close()
 
     def make_client(self, address: EngineAddress, name: str) -> EngineClient:
-        """A client of the engine at `address`."""
+        """Return a client of the engine at `address`."""
         limit_s = self._config.rollout.request_timeout_s
         adapter = self._config.engine_adapter
         return EngineClient(address.url, name, limit_s, token=address.token, adapter=adapter)
@@ -166,7 +166,7 @@ def _prompt_of(asked: ChunkPrompt) -> Prompt:
 
 
 def _subject(chunk: Chunk) -> str:
-    """What a chunk is, for whoever watches."""
+    """Return what a chunk is, for whoever watches."""
     first = ""
     if chunk.prompts:
         first = f", from prompt {chunk.prompts[0].prompt_id} on"
@@ -174,8 +174,8 @@ def _subject(chunk: Chunk) -> str:
 
 
 def application(service: WorkerService, token: str) -> web.Application:
-    """The HTTP side of a worker: `POST /sample` with the token. An error is answered with status
-    500 and its description."""
+    """Return the HTTP side of a worker: `POST /sample` with the token. An error is answered with
+    status 500 and its description."""
 
     async def sample(request: web.Request) -> web.Response:
         if not carries_token(request.headers.get("Authorization", ""), token):

@@ -133,7 +133,7 @@ class WorkerPool:
         self._on_death = on_death
 
     def beside(self, replica: int) -> tuple[int, Worker]:
-        """The worker of a replica, by its number; another one where that has gone.
+        """Return the worker of a replica, by its number; another one where that has gone.
 
         Raises EngineError: all have."""
         if not self._workers:
@@ -194,8 +194,9 @@ class RolloutWorkers:
         """Sample G completions of every prompt, `num_samples` or the recipe's number, of at most
         `max_tokens` or the recipe's; groups are in prompt order.
 
-        samples: as of `RolloutWorker.rollouts`. Raises EngineError: no replica or no worker is
-        alive, or a request failed for good; SetupError: a worker cannot write."""
+        samples: which samples of each prompt, see `RolloutWorker.rollouts`. Raises EngineError: no
+        replica or no worker is alive, or a request failed for good; SetupError: a worker cannot
+        write."""
         if samples is None:
             size = num_samples or self.config.batch.num_samples_per_prompt
             samples = [range(size)] * len(prompts)
@@ -203,12 +204,12 @@ class RolloutWorkers:
         return await self._sample(step, prompts, samples, longest, greedy=False)
 
     async def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> list[StoredGroup]:
-        """Return the most likely completion of every prompt, at most `max_tokens` long. Errors as
-        of `rollouts`."""
+        """Return the most likely completion of every prompt, at most `max_tokens` long. Raises what
+        `rollouts` does."""
         return await self._sample(0, prompts, [range(1)] * len(prompts), max_tokens, greedy=True)
 
     def take_metrics(self) -> dict[str, float]:
-        """How episodes have ended since the last call, over all workers (see
+        """Return how episodes have ended since the last call, over all workers (see
         `EnvironmentHost.take_metrics`), and what engines had cached (`prefix_cache_metrics`). What
         a worker had not reported is gone with it."""
         counts = self._counts
@@ -278,7 +279,7 @@ class _Call:
         self._queue: deque[_Part] = deque()
 
     def groups(self) -> list[StoredGroup]:
-        """The groups in the order of the prompts; all chunks were served."""
+        """Return the groups in the order of the prompts; all chunks were served."""
         found = [group for group in self._found if group is not None]
         assert len(found) == len(self._prompts)
         return found
@@ -316,7 +317,8 @@ class _Call:
         return -(-num_prompts // num_chunks)
 
     def _prompts_at_once(self) -> int:
-        """How many keep a replica busy: a request for all samples of each, or one a sample."""
+        """Return how many prompts keep a replica busy: requests are for all samples of a prompt, or
+        one a sample."""
         rollout = self._config.rollout
         at_once = rollout.max_concurrent_requests
         if not rollout.deterministic:
@@ -343,7 +345,8 @@ class _Call:
                 replica.in_flight -= 1
 
     def _is_taking(self, replica: Replica) -> bool:
-        """Where all have died for good, the worker says so."""
+        """Whether a replica takes chunks. Where all have died for good it does: the worker then
+        says so."""
         if replica in self._engines.taking:
             return True
         if replica.is_alive:  # it is leaving

@@ -74,7 +74,7 @@ class RoutingSums:
         self.load, self.entropy, self.compared, self.any_layer = sums
 
     def result(self) -> dict[str, float]:
-        """Metrics of all layers together and, as `name/layer_N`, of each."""
+        """Return metrics of all layers together and, as `name/layer_N`, of each."""
         self.move_to_host()
         out: dict[str, float] = {}
         for name, sums, tokens in zip(self.comparisons, self.compared, self.any_layer, strict=True):

@@ -39,7 +39,7 @@ def cross_entropy(log_p: Tensor, chosen: Tensor) -> Tensor:
 
 
 def balance_coefficients(counts: Tensor, weight: float, num_tokens: float) -> Tensor:
-    """What an expert's probability costs on every token: `w E / n * counts_e / sum(counts)`.
+    """Return what an expert's probability costs on every token: `w E / n * counts_e / sum(counts)`.
 
     The load-balance loss `w E sum_e f_e P_e` of Switch Transformers (2101.03961), a plain sum over
     tokens: counts, [..., E] of all ranks and micro-batches, are fixed before the first one."""

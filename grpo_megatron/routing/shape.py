@@ -47,7 +47,7 @@ class RouteShape:
 
 
 def recorded_shape(config: RunConfig) -> RouteShape | None:
-    """Of the routes that a run's engines record; None where they record none."""
+    """Return the shape of the routes that a run's engines record; None where they record none."""
     if not config.records_routes:
         return None
     facts = model_facts(config.model)
@@ -55,7 +55,7 @@ def recorded_shape(config: RunConfig) -> RouteShape | None:
 
 
 def invalid(routes: np.ndarray, num_experts: int) -> np.ndarray:
-    """Which rows name an expert that does not exist, or one twice. [..., K] -> bool [...]"""
+    """Return which rows name an expert that does not exist, or one twice. [..., K] -> bool [...]"""
     # Pairs of columns: a sixth of the time that sorting each row's few experts takes.
     columns = [np.ascontiguousarray(routes[..., place]) for place in range(routes.shape[-1])]
     broken = np.zeros(routes.shape[:-1], bool)

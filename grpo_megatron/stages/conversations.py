@@ -33,7 +33,7 @@ class Conversations:
     def sequences(
         self, table: SampleTable, episode: int, advantages: np.ndarray
     ) -> list[dict[str, Any]]:
-        """The sequences of an episode; none where the policy sampled all of it at once.
+        """Return the sequences of an episode; none where the policy sampled all of it at once.
 
         Each has its `prompt` as text and its `parts` in order. A part has `length` tokens, and
         either the environment's `text`, or what a turn has: its number `turn` in the episode,
@@ -89,7 +89,7 @@ class Conversations:
         return exact_decoder(self._model)
 
     def _format(self, domain: str) -> str | None:
-        """How calls of tools are written there; None where nothing says it."""
+        """Return how calls of tools are written there; None where nothing says it."""
         if domain not in self._formats:
             self._formats[domain] = self._found_format(domain)
         return self._formats[domain]
@@ -108,7 +108,7 @@ class Conversations:
 
 
 def _call_token(format_name: str | None, pieces: list[str]) -> int | None:
-    """Which of the tokens begins the calls of a turn; None: none does."""
+    """Return which of the tokens begins the calls of a turn; None: none does."""
     if format_name is None:
         return None
     text = "".join(pieces)

@@ -99,7 +99,7 @@ class Graph:
             ) from None
 
     def levels(self) -> list[list[str]]:
-        """Stages that may run at the same time, level by level."""
+        """Return stages that may run at the same time, level by level."""
         levels: list[list[str]] = []
         level_of: dict[str, int] = {}
         for name in self.order:
@@ -111,7 +111,7 @@ class Graph:
         return levels
 
     def run_dir(self, name: str) -> RunDir:
-        """Where a stage runs."""
+        """Return where a stage runs."""
         return RunDir(self.root / name)
 
     @cached_property
@@ -134,8 +134,8 @@ class Graph:
         return "merge"
 
     def gates(self, name: str) -> tuple[str, ...]:
-        """The stage's own gates, or else those of its recipe; in its own, the stages to compare
-        with are absolute paths of run directories."""
+        """Return the stage's own gates, or else those of its recipe; in its own, the stages to
+        compare with are absolute paths of run directories."""
         stage = self.table.stages[name]
         if stage.recipe:
             return self._config(name).gates
@@ -169,8 +169,8 @@ class Graph:
             return False
 
     def resolve(self, name: str) -> ResolvedConfig:
-        """The configuration of a recipe's stage, validated as far as it can be now: where the
-        model that it starts from is not there yet, by that of the stage before. ConfigError."""
+        """Return the configuration of a recipe's stage, validated as far as it can be now: where
+        the model that it starts from is not there yet, by that of the stage before. ConfigError."""
         stage = self.table.stages[name]
         overrides = self._overrides(name)
         recipe = self._recipe(stage)
@@ -181,7 +181,7 @@ class Graph:
         return load_recipe(recipe, overrides)
 
     def recipe_arguments(self, name: str) -> list[str]:
-        """The recipe of a stage and its overrides, for `grpo-megatron train`."""
+        """Return the recipe of a stage and its overrides, for `grpo-megatron train`."""
         return [self._recipe(self.table.stages[name]), *self._overrides(name)]
 
     def _recipe(self, stage: Stage) -> str:

@@ -18,9 +18,9 @@ _IMPOSSIBLE = -1e4  # log-prob shown for a probability of 0, which JSON has no n
 
 
 def moved_samples(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
-    """Of the newest recorded steps that have log-probs after the step, newest first, the samples
-    that moved the most: `tokens` are (id, text, log-probs of the engine, of the trainer before and
-    after, advantage)."""
+    """Return the samples that moved the most in the newest recorded steps that have log-probs after
+    the step, newest step first: `tokens` are (id, text, log-probs of the engine, of the trainer
+    before and after, advantage)."""
     decode = decoder(config.model.path or run_dir.model)
     manifests = sorted(run_dir.store.glob("step_*/manifest.json"), reverse=True)
     found: list[dict[str, Any]] = []
@@ -40,7 +40,7 @@ def moved_samples(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def _movement(sample: SampleDrift) -> float:
-    """Mean absolute change of its tokens' log-probs."""
+    """Return the mean absolute change of its tokens' log-probs."""
     if not len(sample.before):
         return 0.0
     return float(np.abs(sample.after - sample.before).mean())

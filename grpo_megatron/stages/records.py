@@ -46,7 +46,7 @@ class Records:
         return State.DONE
 
     def unfinished_parents(self, name: str) -> list[str]:
-        """Stages that it waits for and that are not done."""
+        """Return stages that it waits for and that are not done."""
         parents = self.graph.table.stages[name].parents
         return [parent for parent in parents if self.state(parent) is not State.DONE]
 
@@ -83,7 +83,8 @@ class Records:
         return closed
 
     def fingerprint(self, name: str) -> str:
-        """Of a stage's settings, files and code, and of what it builds on; its gates may change."""
+        """Return the fingerprint of a stage's settings, files and code, and of what it builds on;
+        its gates may change."""
         if name in self._fingerprints:
             return self._fingerprints[name]
         graph = self.graph

@@ -80,7 +80,7 @@ def _newest_kernels(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def _thinned(steps: Sequence[dict[str, Any]], every: int) -> list[dict[str, Any]]:
-    """Every `every`-th step, counted from the newest, and all that were evaluated."""
+    """Return every `every`-th step, counted from the newest, and all that were evaluated."""
     kept = []
     for age, step in enumerate(reversed(steps)):
         if age % every == 0 or "evaluation/accuracy" in step:
@@ -90,7 +90,7 @@ def _thinned(steps: Sequence[dict[str, Any]], every: int) -> list[dict[str, Any]
 
 
 def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """A column per metric, "" where a step lacks it."""
+    """Return a column per metric, "" where a step lacks it."""
     names: dict[str, None] = {}  # ordered
     for row in rows:
         names.update(dict.fromkeys(row))
@@ -101,7 +101,7 @@ def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _shown_samples(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The best and worst completions of the newest steps, as they were written."""
+    """Return the best and worst completions of the newest steps, as they were written."""
     newest = sorted(run_dir.samples.glob("step_*.jsonl"))[-NEWEST_STEPS:]
     found = []
     for file in newest:
@@ -111,9 +111,9 @@ def _shown_samples(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def _recorded_steps(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
-    """The newest steps in the store: (domain, rewards, lengths) of groups, and extreme samples
-    with `tokens` (id, text, advantage), or of episodes with `sequences` (`Conversations`). `lacks`:
-    what only the trainer knew; advantages are those of plain GRPO then."""
+    """Return the newest steps in the store: (domain, rewards, lengths) of groups, and extreme
+    samples with `tokens` (id, text, advantage), or of episodes with `sequences` (`Conversations`).
+    `lacks`: what only the trainer knew; advantages are those of plain GRPO then."""
     if config.kind != "rl":
         return []
     lacks = _unknown_columns(config)
@@ -131,7 +131,7 @@ def _recorded_steps(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def _unknown_columns(config: RunConfig) -> list[str]:
-    """What the objective's advantages need and the store does not hold."""
+    """Return what the objective's advantages need and the store does not hold."""
     weighs_kl = objective_of(config, {}).weighs_kl
     lacks = set(needed_columns(config.objective, weighs_kl=weighs_kl))
     if config.objective.subset == "adaptive":

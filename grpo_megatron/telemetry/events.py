@@ -23,7 +23,7 @@ def append_event(path: Path, kind: str, /, *, time_s: float | None = None, **fie
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every event in file order; lines torn by a crash are left out; [] without a file."""
+    """Return every event in file order; lines torn by a crash are left out; [] without a file."""
     if not path.exists():
         return []
     events = []

@@ -43,7 +43,7 @@ class GapParts:
         return [(name, *sizes(values)) for name, values in rows]
 
     def by_position(self) -> dict[str, np.ndarray]:
-        """Mean |part| in bins of the completion position, [POSITION_BINS]; NaN: no token."""
+        """Return mean |part| in bins of the completion position, [POSITION_BINS]; NaN: no token."""
         bins = self.position * POSITION_BINS // (int(self.position.max(initial=0)) + 1)
         counts = np.bincount(bins, minlength=POSITION_BINS).astype(float)
         counts[counts == 0] = np.nan
@@ -64,9 +64,11 @@ def split_gap(
     sampled_by: Mapping[str, np.ndarray] | None,
     lengths: np.ndarray,
 ) -> GapParts:
-    """Apply the corrections one after the other, to columns of `trainer.checks.logprob_diff`; at
-    the engine's precision, if it differs; at the weights that sampled, if others.
+    """Apply the corrections one after the other to columns of `trainer.checks.logprob_diff`, and
+    return what each explains.
 
+    run: columns of the run's own precision and weights; engine_precision: columns at the engine's
+    precision, if it differs; sampled_by: columns at the weights that sampled, if these are others;
     lengths: tokens by sample."""
     numbers = []
     for name in run:
@@ -104,7 +106,7 @@ def split_gap(
 
 
 def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Sequence[str]) -> str:
-    """One self-contained page with the table of causes and heat maps."""
+    """Return one self-contained page with the table of causes and heat maps."""
     rates = {}
     for name, rate in metrics.items():
         if name.startswith(_RATE):

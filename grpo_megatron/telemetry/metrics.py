@@ -97,7 +97,8 @@ class MetricsWriter:
         self._file.close()
 
     def _opened(self, last: float) -> TextIO:
-        """The file without a torn line and the lines after step `last`, which it finds out."""
+        """Open the file without a torn line and without the lines after step `last`; sets
+        `last_step`."""
         path = self._run_dir.metrics
         old = ""
         if path.exists():
@@ -114,8 +115,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a metrics.jsonl, in order; a torn last line is left out. DataError
-    where there is no such file, or a line before the last is not JSON."""
+    """Read every complete line of a metrics.jsonl, in order; a torn last line is left out. Raises
+    DataError where there is no such file, or a line before the last is not JSON."""
     if not path.is_file():
         raise DataError(
             "no metrics there", where=str(path), remedy="give the metrics.jsonl of a run directory"
@@ -124,7 +125,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Lines with their records; one that was being written when its process died is left out."""
+    """Yield lines with their records; one that was being written when its process died is left
+    out."""
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         record = None
@@ -147,7 +149,7 @@ def _default_normaliser(name: str) -> str:
 
 
 def _number(value: Any) -> int | float | None:
-    """As JSON has it; None for what is not finite."""
+    """Return the value as JSON has it; None for what is not finite."""
     if isinstance(value, int):
         return int(value)  # of a bool
     if value is None or not math.isfinite(value):

@@ -66,7 +66,8 @@ class Mirrors:
 def make_mirrors(
     config: TelemetryConfig, run_dir: RunDir, run_name: str, settings: dict[str, Any] | None = None
 ) -> Mirrors:
-    """What the recipe (`settings`, for display) asks for; SetupError where a package is missing."""
+    """Return what the recipe (`settings`, for display) asks for. Raises SetupError where a package
+    is missing."""
     wanted: dict[str, Callable[[], Any]] = {}
     if config.wandb != "off":
         wanted["wandb"] = lambda: _wandb_mirror(run_dir, run_name, config, settings)

@@ -16,8 +16,8 @@ Sample = Mapping[str, Any]  # one episode with its scores, see `_sample`; None: 
 
 
 def extremes(step: int, groups: Sequence[ScoredGroup], count: int) -> list[Sample]:
-    """The `count` best, then the `count` worst completions of a step, at most one a group, by
-    reward, then by its distance from the group's mean (a lone success comes first)."""
+    """Return the `count` best, then the `count` worst completions of a step, at most one a group,
+    by reward, then by its distance from the group's mean (a lone success comes first)."""
 
     found: list[Sample] = []
     for rank, sign in (("best", -1.0), ("worst", 1.0)):
@@ -34,8 +34,8 @@ def extremes(step: int, groups: Sequence[ScoredGroup], count: int) -> list[Sampl
 
 
 def _first_by_reward(group: ScoredGroup, sign: float) -> tuple[float, float, int] | None:
-    """The group's sample with the lowest `sign * reward`, as what it is sorted by: that, the same
-    of the distance from the mean, its index. None where no sample was scored."""
+    """Return the group's sample with the lowest `sign * reward`, as what it is sorted by: that, the
+    same of the distance from the mean, its index. None where no sample was scored."""
     scored = np.isfinite(group.rewards)
     if not scored.any():
         return None

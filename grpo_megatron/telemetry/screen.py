@@ -83,7 +83,7 @@ class Screen:
             self._phase_started_s = self.clock()
 
     def phase_seconds(self) -> dict[str, float]:
-        """Seconds by phase of the current step, the running phase included."""
+        """Return seconds by phase of the current step, the running phase included."""
         seconds = dict(self._ended_phases)
         if self.current_phase is not None:
             passed = self.clock() - self._phase_started_s
@@ -108,7 +108,7 @@ class Screen:
         self._show_step()
 
     def _show_step(self) -> None:
-        """In one line: `step 7/300  reward 0.51  entropy 0.2 …`; 7 steps are done."""
+        """Show the step in one line: `step 7/300 reward 0.51 entropy 0.2 …`; 7 steps are done."""
         shown = [f"step {self.steps_done}/{self.num_steps}"]
         for row in ROWS:
             if row.is_plain and row.label in self.latest:
@@ -150,7 +150,7 @@ class LiveScreen(Screen):
 
 
 def make_screen(run_name: str, num_steps: int, console: Console | None = None) -> Screen:
-    """A live screen where the console is a terminal that can redraw, else plain lines."""
+    """Return a live screen where the console is a terminal that can redraw, else plain lines."""
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(run_name, num_steps, console)
@@ -158,7 +158,7 @@ def make_screen(run_name: str, num_steps: int, console: Console | None = None) -
 
 
 def render(screen: Screen) -> RenderableType:
-    """Everything that a live screen shows now."""
+    """Return everything that a live screen shows now."""
     with screen.lock:
         return Group(
             _header(screen),
@@ -169,7 +169,7 @@ def render(screen: Screen) -> RenderableType:
 
 
 def format_value(value: float | None) -> str:
-    """At most four digits that matter; "–" for None."""
+    """Write a value with at most four significant digits; "–" for None."""
     if value is None:
         return "–"
     if isinstance(value, int) or 1000 <= abs(value) < 1e7:
@@ -178,7 +178,7 @@ def format_value(value: float | None) -> str:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """One block character a value, from the lowest to the highest; a dot for None."""
+    """Return one block character a value, from the lowest to the highest; a dot for None."""
     known = [value / 2 for value in values if value is not None]  # halves: no span overflows
     low = min(known, default=0.0)
     span = max(known, default=0.0) - low
@@ -249,7 +249,8 @@ def _printable(character: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """One line without control characters (samples must not steer the terminal), both ends kept."""
+    """Return one line without control characters (samples must not steer the terminal), both ends
+    kept."""
     shown = "".join(_printable(character) for character in str(text))
     if len(shown) <= _SAMPLE_CHARS:
         return shown

@@ -71,7 +71,7 @@ def _planned_static(config: RunConfig, sizes: Sizes, rank: int) -> dict[str, int
 
 
 def _planned_moving(config: RunConfig, sizes: Sizes, load: Load, stage: int) -> dict[str, int]:
-    """Bytes of a step by part, without what lies outside of tensors."""
+    """Return bytes of a step by part, without what lies outside of tensors."""
     work = workload_of(config, sizes)
     work["tokens"] = load.tokens
     work["num_microbatches"] = load.num_microbatches
@@ -109,7 +109,7 @@ _COMPARED_PHASES = ("log-probs", "gradients", "update")
 
 
 def _planned_traffic(config: RunConfig, sizes: Sizes, trace: RankTrace) -> Counter[tuple[str, Key]]:
-    """Bytes by phase and key, for the passes that the trace has seen."""
+    """Return bytes by phase and key, for the passes that the trace has seen."""
     stage, place = stage_and_place(config.trainer, trace.rank)
     load = trace.load
     step = Step(

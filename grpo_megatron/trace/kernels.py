@@ -119,7 +119,7 @@ def _cpu_attention(
     attn_mask: torch.Tensor | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The CPU's flash attention; none where keys and values differ in size."""
+    """Return the CPU's flash attention; none where keys and values differ in size."""
     found: torch.Tensor
     if query.size(-1) == value.size(-1):
         found = aten._scaled_dot_product_flash_attention_for_cpu(

@@ -43,7 +43,8 @@ class Load:
         return self.samples_per_microbatch * self.completion
 
     def own_policy_tokens(self, layout: TrainerConfig, place: int) -> int:
-        """Those that a context-parallel rank looks at; place: number among ranks of its stage."""
+        """Return the policy tokens that a context-parallel rank looks at. place: its number among
+        the ranks of its stage."""
         lengths = np.full(self.samples_per_microbatch, self.sequence)
         row = RowTree(lengths, np.full(len(lengths), -1), ())
         num_ranks = layout.context_parallel_size
@@ -77,7 +78,7 @@ def load_of(config: RunConfig, sizes: Sizes, stage: int) -> Load:
 
 
 def ranks_to_trace(config: RunConfig, sizes: Sizes) -> list[int]:
-    """The fullest rank of the first pipeline stage of every kind.
+    """Return the fullest rank of the first pipeline stage of every kind.
 
     Stages are of a kind that have the same layers and the same end of the model."""
     layout = config.trainer

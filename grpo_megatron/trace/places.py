@@ -107,7 +107,7 @@ def _next_node() -> int:
 
 
 def _short(file: str) -> str:
-    """A path from its package on."""
+    """Return a path from its package on."""
     parts = PurePath(file).parts
     for package in ("megatron", "grpo_megatron"):
         if package in parts:

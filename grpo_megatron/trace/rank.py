@@ -41,7 +41,7 @@ def as_rank(layout: TrainerConfig, rank: int, *, on_gpu: bool) -> Iterator[None]
 
 
 def _replacements(on_gpu: bool) -> list[tuple[Any, str, Any]]:
-    """What is replaced while this process plays a rank: owner, name, stand-in."""
+    """Return what is replaced while this process plays a rank: owner, name, stand-in."""
     host = DEVICE
     if on_gpu:
         host = torch.device("cpu")

@@ -29,7 +29,7 @@ class FullTable(SampleTable):
 
     @property
     def route_shapes(self) -> list[RouteShape]:
-        """Of the one shard."""
+        """The route shape of the one shard."""
         if self._route_shape is None:
             return []
         return [self._route_shape]

@@ -44,8 +44,8 @@ class Shapes:
 
 @cache
 def _kind_of(operation: Operation) -> str | None:
-    """Whether all results are new tensors, or the first argument is changed and returned; None: it
-    is neither, a view for example."""
+    """Say whether all results are new tensors, or the first argument is changed and returned; None:
+    neither, as for a view."""
     schema = operation._schema
     written = [
         argument.alias_info is not None and argument.alias_info.is_write

@@ -165,7 +165,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape, strides and type on the device."""
+    """Return the same shape, strides and type on the device."""
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
@@ -178,14 +178,14 @@ def _has_device(operation: Operation) -> bool:
 
 
 def _shape_of(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a factory makes, without its memory."""
+    """Return what a factory makes, without its memory."""
     return operation(*args, **{**kwargs, "device": DEVICE, "pin_memory": False})
 
 
 def _changed_argument(
     operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | None:
-    """The first tensor that the operator writes to."""
+    """Return the first tensor that the operator writes to."""
     for position, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -201,7 +201,7 @@ def _changed_argument(
 
 
 def _item(values: Values, tensor: torch.Tensor) -> float | int | bool:
-    """A number: 1 of the tensor's type."""
+    """Return a number: 1 of the tensor's type."""
     if tensor.dtype == torch.bool:
         return True
     if tensor.is_floating_point():
@@ -226,7 +226,7 @@ def _equal(values: Values, first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _masked_select(values: Values, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """As many as a known mask has; of an unknown one all."""
+    """Return as many elements as a known mask has; all where it is not known."""
     count = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
     if not mask.is_meta:
         count = int(mask.sum()) * count // max(mask.numel(), 1)
@@ -234,14 +234,14 @@ def _masked_select(values: Values, tensor: torch.Tensor, mask: torch.Tensor) -> 
 
 
 def _nonzero(values: Values, tensor: torch.Tensor) -> torch.Tensor:
-    """All of an unknown tensor."""
+    """Return all of an unknown tensor."""
     return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64, device=DEVICE)
 
 
 def _index(
     values: Values, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """A mask counts as its positions: those of a known one, all of an unknown one."""
+    """Index with a mask by its positions: those of a known mask, all of one that is not known."""
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):

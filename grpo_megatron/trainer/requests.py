@@ -21,7 +21,7 @@ class Request(msgspec.Struct, Generic[Answer], frozen=True, tag_field="request")
 
     @property
     def name(self) -> str:
-        """As errors and logs call it."""
+        """The request's name, as errors and logs call it."""
         return type(self).__name__
 
 

@@ -177,14 +177,14 @@ class TrainerService:
                 return None
 
     def _published_weights(self) -> ShardedModel:
-        """What a publish of weights consists of: with the adapters in them, unless engines get
+        """Return the weights that a publish sends: with the adapters in them, unless engines get
         these apart."""
         if self.config.engine_adapter:
             return self.policy.base
         return self.policy.sharded
 
     def _make_adapter_sender(self) -> None:
-        """Be ready to send the policy's adapters, if there are any and engines get them apart."""
+        """Make what sends the policy's adapters, if there are any and engines get them apart."""
         if self.policy.lora is None or not self.config.engine_adapter:
             return
         self.adapter_sender = ModelSender(
@@ -194,7 +194,7 @@ class TrainerService:
         )
 
     def _sender(self, *, adapters: bool) -> ModelSender:
-        """What sends weights, or the policy's adapters."""
+        """Return what sends weights, or the policy's adapters."""
         if not adapters:
             return self.model_sender
         assert self.adapter_sender is not None  # `DescribeWeights` said that there are some
@@ -270,7 +270,7 @@ class TrainerService:
         return replace(report, memory=self._memory())
 
     def _memory(self) -> dict[str, dict[str, int]]:
-        """Bytes of this rank's models by component, counted on their tensors."""
+        """Return bytes of this rank's models by component, counted on their tensors."""
         found = {"policy": static_bytes_of(self.policy).parts}
         if self.critic is not None:
             found["critic"] = static_bytes_of(self.critic.model).parts
@@ -371,7 +371,8 @@ class TrainerService:
         self._pending = distributed.PendingCheckpoint(directory, parts, state, self.model_path)
 
     def _state_of_adapters(self) -> dict[str, Any]:
-        """What a checkpoint says of adapters, beside them: none where the weights are trained."""
+        """Return what a checkpoint says of adapters, beside the adapters themselves: nothing where
+        the weights are trained."""
         if self.policy.lora is None:
             return {}
         return {
@@ -442,7 +443,7 @@ class TrainerService:
         )
 
     def _expect_adapters(self, directory: Path, saved: dict[str, Any] | None) -> None:
-        """Be ready for a checkpoint with the adapters of `saved`, of `LoraConfig`; None: without.
+        """Prepare for a checkpoint with the adapters of `saved` (of `LoraConfig`; None: without).
 
         Raises CheckpointError where the recipe has others."""
         wanted: dict[str, Any] | None = None

@@ -116,7 +116,8 @@ def serve(service: "TrainerService", link: ControllerLink | None, group: Any) ->
 
 
 def _phase(request: AnyRequest) -> str:
-    """What durations of requests are compared under: writing a checkpoint may be left to later."""
+    """Return under which name the durations of requests are compared: writing a checkpoint may be
+    left to later."""
     if isinstance(request, FinishCheckpoint) and not request.wait:
         return "LookForCheckpoint"
     if isinstance(request, SaveCheckpoint) and request.beside:
@@ -125,7 +126,7 @@ def _phase(request: AnyRequest) -> str:
 
 
 def _subject(request: AnyRequest) -> str:
-    """Which step or checkpoint a request is about; empty: none."""
+    """Return which step or checkpoint a request is about; empty: none."""
     directory = getattr(request, "directory", None)
     if isinstance(directory, Path):
         return directory.name

@@ -90,7 +90,7 @@ def contiguous_strides(shape: Sequence[int]) -> list[int]:
 
 
 def _coordinates(index: int, strides: Sequence[int]) -> list[int]:
-    """The coordinates of element number `index` of a contiguous tensor."""
+    """Return the coordinates of element number `index` of a contiguous tensor."""
     found = []
     for stride in strides:
         coordinate, index = divmod(index, stride)
@@ -99,7 +99,7 @@ def _coordinates(index: int, strides: Sequence[int]) -> list[int]:
 
 
 def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """How the elements lie in memory: (size, stride) of axes, those joined that are one run.
+    """Return how the elements lie in memory: (size, stride) of axes, those joined that are one run.
 
     Equal for two views that begin at the same element exactly if these have the same elements in
     the same order."""

@@ -126,7 +126,7 @@ class Decoder:
 
 
 def _changes(before: torch.Tensor, data: torch.Tensor) -> torch.Tensor | None:
-    """What `_applied` makes `data` of; None where that is not less than `data`."""
+    """Return what `_applied` makes `data` of; None where that is not less than `data`."""
     words = data.view(_WORD)
     if words.numel() > torch.iinfo(_PLACE).max:
         return None
@@ -138,7 +138,8 @@ def _changes(before: torch.Tensor, data: torch.Tensor) -> torch.Tensor | None:
 
 
 def _applied(before: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
-    """A copy of `before` with `changes`. Raises MismatchError for places that are not there."""
+    """Return a copy of `before` with `changes`. Raises MismatchError for places that are not
+    there."""
     count = changes.numel() // (_PLACE.itemsize + _WORD.itemsize)
     end = count * _PLACE.itemsize
     places = changes[:end].view(_PLACE).long()

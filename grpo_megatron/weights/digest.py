@@ -49,8 +49,8 @@ def _sums_by_torch(data: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_by_numpy(data: torch.Tensor) -> torch.Tensor:
-    """The same. numpy is quicker on a CPU, above all for small tensors; blocks of rows are read
-    twice while they are in a cache."""
+    """Return the same sums as `_sums_by_torch`. numpy is quicker on a CPU, above all for small
+    tensors; blocks of rows are read twice while they are in a cache."""
     words = _as_words(data).numpy()
     whole_rows = len(words) // _WIDTH
     rest = words[whole_rows * _WIDTH :]
@@ -75,7 +75,7 @@ def _sums_by_numpy(data: torch.Tensor) -> torch.Tensor:
 
 
 def _as_words(data: torch.Tensor) -> torch.Tensor:
-    """Bytes as int64 [ceil(bytes / 8)], filled up with zeros. Copies only what must be."""
+    """Return bytes as int64 [ceil(bytes / 8)], filled up with zeros. Copies only what must be."""
     missing = -data.numel() % _WORD_BYTES
     if missing:
         data = torch.cat((data, data.new_zeros(missing)))
@@ -100,7 +100,7 @@ def _numpy_weights(count: int, lane: int) -> np.ndarray:
 
 
 def _label_number(tensor: torch.Tensor, label: str) -> int:
-    """A signed 64-bit number of type, shape and label."""
+    """Return a signed 64-bit number of type, shape and label."""
     dtype = dtype_name(tensor.dtype)
     sizes = ",".join(map(str, tensor.shape))
     number = xxhash.xxh3_64_intdigest(f"{label};{dtype};{sizes}".encode())

@@ -224,7 +224,8 @@ def _order(item: tuple[_Described, list[int]]) -> list[str | int]:
 
 
 def _gather_parts(parameter: Parameter, held: Shard, source: int) -> torch.Tensor:
-    """The full tensor in the tensor-parallel group of `source`; elsewhere the part itself."""
+    """Return the full tensor in the tensor-parallel group of `source`; elsewhere the part
+    itself."""
     tensor = held.value()
     if held.dim is None or source not in dist.get_process_group_ranks(held.group):
         return tensor

@@ -146,7 +146,7 @@ def _described(sample: torch.Tensor | None) -> _Member:
 
 
 def _sample(rank: int) -> torch.Tensor | None:
-    """Numbers that no other rank of the group has."""
+    """Return numbers that no other rank of the group has."""
     if not torch.cuda.is_available():
         return None
     return torch.full((8,), rank % 251 + 1, dtype=torch.uint8, device="cuda")
@@ -166,13 +166,13 @@ def _can_read(own: _Member, member: _Member, rank: int) -> bool:
 
 
 def _visible_gpus() -> list[str]:
-    """Names of this process's GPUs, by index; none where there is no GPU."""
+    """Return names of this process's GPUs, by index; none where there is no GPU."""
     if not torch.cuda.is_available():
         return []
     return [_gpu_name(index) for index in range(torch.cuda.device_count())]
 
 
 def _gpu_name(index: int) -> str:
-    """A GPU's name over all processes of a node: its UUID."""
+    """Return a GPU's name over all processes of a node: its UUID."""
     properties: Any = torch.cuda.get_device_properties(index)
     return str(properties.uuid)

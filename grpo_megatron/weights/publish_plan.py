@@ -54,7 +54,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the box alone."""
+        """Bytes of the part."""
         return self.box.num_elements * self.tensor.torch_dtype.itemsize
 
 
@@ -71,7 +71,7 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole message."""
+        """Bytes of the whole message."""
         return self.digests_offset + DIGEST_BYTES * len(self.pieces)
 
     def header(self, data: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ class SentWeights(msgspec.Struct):
 
 
 def _messages(parts: Sequence[Part]) -> tuple[Message, ...]:
-    """One message for each sender of the bucket that has `parts`."""
+    """Return one message for each sender of the bucket that has `parts`."""
     of_sender: dict[int, list[tuple[Part, Box]]] = {}
     for part in parts:
         for piece in part.pieces:
@@ -273,7 +273,7 @@ def checkpoint_order(name: str) -> list[str | int]:
 
 
 def _same_kept(kept: Sequence[Kept]) -> dict[tuple[tuple[str, Box], ...], list[int]]:
-    """Workers by what they keep: (name, box) in checkpoint order."""
+    """Return workers by what they keep: (name, box) in checkpoint order."""
     groups: dict[tuple[tuple[str, Box], ...], list[int]] = {}
     for worker, boxes_by_name in enumerate(kept):
         wanted = []

@@ -99,7 +99,7 @@ class StreamGroup:
                 self._reach = Reach(store, self.rank, self.size)
 
     def link(self, source: int, to: int) -> LinkKind:
-        """How bytes get from one member to another, once all have joined."""
+        """Return how bytes get from one member to another, once all have joined."""
         if self.carrier == "nccl":
             return "nccl"
         if self._reach is not None and self._reach.reads(to, source):
@@ -187,7 +187,7 @@ class Transmission:
         return self.data
 
     def drop(self) -> None:
-        """Forget it, wherever it is."""
+        """Forget the bytes, wherever they are."""
         self._work = None
 
 
@@ -266,7 +266,7 @@ class StreamSender:
             self._sending.append(self.group.send(part, self.group.num_senders))
 
     def _parts(self, publish: int, bucket: int, data: torch.Tensor) -> list[torch.Tensor]:
-        """What is sent of a message, in order."""
+        """Return what is sent of a message, in order."""
         if self._encoder is None:
             return [data]
         envelope, payload = self._encoder.encode(publish, bucket, data)
@@ -472,12 +472,13 @@ class StreamReceiver:
         return decoder.decode(key, publish, envelope, payload, message.num_bytes)
 
     def _room(self, num_bytes: int) -> torch.Tensor:
-        """Memory where a message can arrive."""
+        """Return the memory where a message can arrive."""
         device = message_device(self._group.carrier)
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def _source(self, message: Message) -> int:
-        """The member from which a message comes: the worker before this one, or its sender."""
+        """Return the member from which a message comes: the worker before this one, or its
+        sender."""
         source = self._group.rank - 1
         if source < self._group.num_senders:
             source = self._senders.index(message.sender)

@@ -50,7 +50,7 @@ def trace_recent(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Tens
 
 @SHAPINGS.register("trace_both")
 def trace_both(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Tensor) -> Tensor:
-    """As trace_recent, by the distance to the nearer end: first tokens count fully too. [n]"""
+    """Like trace_recent, by the distance to the nearer end: first tokens count fully too. [n]"""
     return _traced(o, batch, a, _distance_to_nearer_end)
 
 
@@ -77,14 +77,14 @@ def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Ten
 
 
 def conflict_weights(o: ObjectiveConfig, part: SampleBatch, sign: Tensor) -> Tensor:
-    """Factor of every token. sign: [N] in {-1, 0, 1}; float64 [n]."""
+    """Return the factor of every token. sign: [N] in {-1, 0, 1}; float64 [n]."""
     conflict = _run(part, part.positions(), sign) | _run(part, part.positions_from_end(), sign)
     factor = torch.where(sign > 0, o.conflict_weight * sign, sign + 1.0)  # sign + 1: 0 or 1
     return torch.where(conflict, part.to_tokens(factor), 1.0)
 
 
 def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
-    """Tokens within the unbroken run of conflicts from place 0 on, bool [n].
+    """Return tokens within the unbroken run of conflicts from place 0 on, bool [n].
 
     place: int64 [n], of each token, from one end of its sample; sign: [N] in {-1, 0, 1}."""
     if not part.num_tokens:
@@ -107,7 +107,8 @@ def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
 
 
 def _distance_to_nearer_end(part: SampleBatch) -> Tensor:
-    """Of every token, int64 [n]; 0 for the first and the last one of a sample."""
+    """Return how far each token is from the nearer end of its sample, int64 [n]; 0 for the first
+    and the last token."""
     return torch.minimum(part.positions(), part.positions_from_end())
 
 
@@ -117,7 +118,7 @@ def _traced(
     advantages: Tensor,
     distance: Callable[[SampleBatch], Tensor],
 ) -> Tensor:
-    """Advantages [N] that fade with the distance of a token (int64 [n] of a part), [n]."""
+    """Return advantages [N] that fade with the distance of a token (int64 [n] of a part), [n]."""
     if o.trace_min_advantage is not None:
         advantages = advantages.clamp(min=o.trace_min_advantage)
 
@@ -135,13 +136,13 @@ def whiten(
     `whiten = "tokens"` counts every policy token once, so that long samples weigh more."""
 
     def of_samples(found: Tensor) -> Tensor:
-        """Means of samples, [N]."""
+        """Return means of samples, [N]."""
         if not per_token:
             return found
         return batch.sums(found).double() / batch.token_counts.clamp(min=1)
 
     def like_values(found: Tensor) -> Tensor:
-        """Values of samples [N] in the shape of `values`."""
+        """Return values of samples [N] in the shape of `values`."""
         if not per_token:
             return found
         return batch.to_tokens(found.to(values.dtype))

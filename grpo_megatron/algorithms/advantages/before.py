@@ -37,7 +37,8 @@ def length_switch(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Ten
 
 
 def _is_leading(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, success: Tensor) -> Tensor:
-    """Samples of the groups with the highest success of their scope, bool [N]. success: [N]"""
+    """Return samples of the groups with the highest success of their scope, bool [N]. success:
+    [N]"""
     # one sample stands for each group: the first
     first = groups.rank(batch.sample_ids.double(), batch.sample_ids) == 0
     leaders = Groups(batch.scopes(o.statistics_scope), first & (groups.count > 0))
@@ -91,7 +92,7 @@ def adaptive_subset(
 def mean_rewards(
     o: ObjectiveConfig, batch: SampleBatch, groups: Groups, num_scopes: int
 ) -> list[Tensor]:
-    """Mean rewards of the groups of each scope, float64 [groups of the scope]."""
+    """Return mean rewards of the groups of each scope, float64 [groups of the scope]."""
     is_first = groups.valid & (groups.rank(batch.sample_ids.double(), batch.sample_ids) == 0)
     mean_reward = groups.mean(batch.rewards)
     scope_of_sample = batch.scopes(o.statistics_scope)

@@ -65,8 +65,8 @@ def group_relative(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Te
 
 
 def _raw_std(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
-    """Deviation of the rewards of each sample's scope as they were sampled: before any filter, of
-    which an all-right or all-wrong group is no part otherwise. [N]"""
+    """Return the deviation of the rewards of each sample's scope as they were sampled: before any
+    filter, of which an all-right or all-wrong group is no part otherwise. [N]"""
     rewards = batch.rewards
     valid = groups.valid
     scopes = batch.scopes(o.statistics_scope)
@@ -177,7 +177,7 @@ def gtpo_entropy(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tens
 
 @ESTIMATORS.register("grpo_s")
 def grpo_s(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
-    """As gtpo_entropy with every sample's mean entropy in place of its tokens'. [N]"""
+    """Like gtpo_entropy, with every sample's mean entropy in place of its tokens'. [N]"""
     entropy = batch.means(batch.tokens["entropies"]).double().clamp(min=MIN_ENTROPY)
     right = batch.is_correct(o.correct_threshold)
     pools = groups.ids * 2 + right
@@ -357,7 +357,7 @@ def generalised_advantages(o: ObjectiveConfig, batch: SampleBatch, groups: Group
 
 
 def gae(rewards: Tensor, values: Tensor, sample: Tensor, discount: float, decay: float) -> Tensor:
-    """Generalised advantages of tokens, [n]: `sum_l (discount decay)^l delta_{t+l}` with
+    """Return generalised advantages of tokens, [n]: `sum_l (discount decay)^l delta_{t+l}` with
     `delta_t = r_t + discount V_{t+1} - V_t` within a sample, V after its last token 0.
 
     rewards, values: [n]; sample: int64 [n], samples follow one another."""
@@ -366,7 +366,8 @@ def gae(rewards: Tensor, values: Tensor, sample: Tensor, discount: float, decay:
 
 
 def _beside_mean(o: ObjectiveConfig, groups: Groups, values: Tensor) -> Tensor:
-    """Values less their group's mean, divided by its deviation where `advantage_std` says so."""
+    """Return values less their group's mean, divided by its deviation where `advantage_std` says
+    so."""
     if o.advantage_std == "group":
         return groups.standardised(values, o.std_kind, o.advantage_eps)
     return groups.centred(values)
@@ -375,7 +376,8 @@ def _beside_mean(o: ObjectiveConfig, groups: Groups, values: Tensor) -> Tensor:
 def _counts(
     o: ObjectiveConfig, batch: SampleBatch, groups: Groups
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which samples are right, bool [N]; of each one's group, how many are wrong, and its size."""
+    """Return which samples are right, bool [N]; of each one's group, how many are wrong, and its
+    size."""
     right = groups.valid & batch.is_correct(o.correct_threshold)
     num_wrong = groups.sum((~right).double())
     return right, num_wrong, groups.count
@@ -390,7 +392,8 @@ def _choose_ratio(top: Tensor, bottom: Tensor, k: int) -> Tensor:
 
 
 def shaped_rewards(o: ObjectiveConfig, part: SampleBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Shaped token rewards [n], the pool of every token (int64), and whether it counts (bool)."""
+    """Return shaped token rewards [n], the pool of every token (int64), and whether it counts
+    (bool)."""
     right = part.is_correct(o.correct_threshold)
     pools = part.group_ids * 2 + right
     longest = 0
@@ -425,22 +428,23 @@ def turn_index(batch: SampleBatch) -> Tensor:
 
 
 def steps_of(batch: SampleBatch) -> Events | None:
-    """What process supervision standardises: steps, else turns that have a reward; None: nothing
-    of either."""
+    """Return what process supervision standardises: steps, else turns that have a reward; None:
+    there are neither."""
     if batch.events is not None or batch.turns is None:
         return batch.events
     return batch.turns[~torch.isnan(batch.turns.reward)]
 
 
 def _turns(batch: SampleBatch) -> Events:
-    """All turns; DataError where the samples have none."""
+    """Return all turns. Raises DataError where the samples have none."""
     if batch.turns is None:
         raise _without("turns")
     return batch.turns
 
 
 def _turns_in_order(batch: SampleBatch) -> tuple[Events, Tensor]:
-    """All turns, one sample after another, and whether each is the last of its sample, bool [K].
+    """Return all turns, one sample after another, and whether each is the last of its sample, bool
+    [K].
 
     Their rewards: 0 without one, and of a sample without any its own reward at the last turn."""
     turns = _turns(batch)
@@ -465,7 +469,7 @@ def _without(what: str) -> DataError:
 
 
 def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
-    """Every token gets the sum of the values of events that end at it or later."""
+    """Give every token the sum of the values of events that end at it or later."""
 
     def of_groups(part: SampleBatch) -> Tensor:
         inside = part.events
@@ -478,7 +482,7 @@ def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
 
 
 def _discounted(values: Tensor, last: Tensor, factor: float) -> Tensor:
-    """Backward discounted sums that restart after every `last`, [K]."""
+    """Return backward discounted sums that restart after every `last`, [K]."""
     backwards = []
     running = 0.0
     for value, is_last in zip(values.flip(0).tolist(), last.flip(0).tolist(), strict=True):

@@ -37,7 +37,8 @@ _NEEDS = {
 
 
 def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
-    """Token columns that advantages are made of. weighs_kl: see `Objective`."""
+    """Return the names of the token columns from which advantages are computed. weighs_kl: see
+    `Objective`."""
     needed = set(_NEEDS.get(o.advantage, columns_of(o.advantage)))
     needed.update(_NEEDS.get(o.shaping, ()))
     if o.advantage == "otb" and o.mismatch != "none":
@@ -48,8 +49,8 @@ def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
 
 
 def loss_columns(o: ObjectiveConfig) -> frozenset[str]:
-    """Token columns by which the loss chooses tokens (`algorithms.token_selection`), and an
-    optimizer step its size (`algorithms.step_size`)."""
+    """Return the names of the token columns by which the loss chooses tokens
+    (`algorithms.token_selection`), and an optimizer step its size (`algorithms.step_size`)."""
     needed = set()
     if o.top_entropy_share < 1:
         needed.add("entropies")
@@ -61,7 +62,8 @@ def loss_columns(o: ObjectiveConfig) -> frozenset[str]:
 
 
 def select(objective: Objective, batch: SampleBatch) -> Tensor:
-    """Samples in the loss and in its denominators, bool [N]: the subset that is trained."""
+    """Return which samples are in the loss and in its denominators, bool [N]: the subset that is
+    trained."""
     if objective.config.subset == "none":
         return batch.trained
     _, groups = _rewarded(objective, batch)
@@ -69,7 +71,7 @@ def select(objective: Objective, batch: SampleBatch) -> Tensor:
 
 
 def state_after(objective: Objective, batch: SampleBatch) -> dict[str, Any]:
-    """`objective.state` once the batch is trained: with its groups, where later subsets are
+    """Return `objective.state` once the batch is trained: with its groups, where later subsets are
     measured against them."""
     state = dict(objective.state)
     if objective.config.subset == "adaptive":
@@ -80,8 +82,8 @@ def state_after(objective: Objective, batch: SampleBatch) -> dict[str, Any]:
 
 
 def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
-    """Advantages of a whole rollout batch, without gradient, by the steps of this module; 0 for
-    samples without a reward or outside of the subset.
+    """Compute the advantages of a whole rollout batch, without gradient, by the steps of this
+    module; 0 for samples without a reward or outside of the subset.
 
     Raises DataError: steps or turns are missing; ConfigError: a custom function cannot be imported
     or returns another shape than [N]."""
@@ -118,8 +120,8 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
 
 
 def value_targets(objective: Objective, batch: SampleBatch) -> ValueTargets:
-    """What a critic learns from a whole rollout batch, whose column `values` is its own from before
-    the step: returns are GAE before any whitening, added to these values."""
+    """Return what a critic learns from a whole rollout batch, whose column `values` is the critic's
+    own from before the step: returns are GAE before any whitening, added to these values."""
     o = objective.config
     batch, groups = _rewarded(objective, batch)
     if o.kl == "reward_k1" and objective.weighs_kl:
@@ -133,7 +135,7 @@ def value_targets(objective: Objective, batch: SampleBatch) -> ValueTargets:
 
 
 def _rewarded(objective: Objective, batch: SampleBatch) -> tuple[SampleBatch, Groups]:
-    """The batch with shaped rewards; its groups with the samples that count."""
+    """Return the batch with shaped rewards, and its groups with the samples that count."""
     o = objective.config
     batch, groups = _shaped(o, batch)
     if o.subset == "none":
@@ -147,7 +149,7 @@ def _rewarded(objective: Objective, batch: SampleBatch) -> tuple[SampleBatch, Gr
 
 
 def _shaped(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Groups]:
-    """The batch with shaped rewards; its groups with all samples that have one."""
+    """Return the batch with shaped rewards, and its groups with all samples that have one."""
     groups = Groups(batch.group_ids, batch.valid)
     if o.reward_shaping != "none":
         batch = replace(batch, rewards=REWARD_SHAPINGS[o.reward_shaping](o, batch, groups))
@@ -157,7 +159,8 @@ def _shaped(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Groups
 def _success_so_far(
     objective: Objective, batch: SampleBatch, groups: Groups
 ) -> Mapping[str, RunningDistribution]:
-    """Mean rewards of groups up to these, by the key of each scope in `Objective.state`."""
+    """Return the mean rewards of groups up to these, by the key of each scope in
+    `Objective.state`."""
     keys = ["success"]
     if objective.config.statistics_scope == "domain":
         keys = [f"success@{domain}" for domain in objective.domains]
@@ -170,7 +173,7 @@ def _success_so_far(
 
 
 def _kl_weights(objective: Objective, batch: SampleBatch, groups: Groups) -> Tensor:
-    """What a KL in the reward weighs, float64 [N]; 0 for samples without a reward."""
+    """Return the weight of a KL in the reward, float64 [N]; 0 for samples without a reward."""
     by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
     return torch.where(groups.valid, by_domain[batch.domains], 0.0)
 
@@ -185,7 +188,8 @@ def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
 
 
 def _with_kl_rewards(objective: Objective, batch: SampleBatch, groups: Groups) -> SampleBatch:
-    """The batch whose tokens earn `-beta (log pi_old - log pi_ref)` each (arXiv:2203.02155)."""
+    """Return the batch whose tokens earn `-beta (log pi_old - log pi_ref)` each
+    (arXiv:2203.02155)."""
     betas = batch.to_tokens(_kl_weights(objective, batch, groups))
     return replace(batch, tokens={**batch.tokens, "token_rewards": -betas * _k1(batch)})
 

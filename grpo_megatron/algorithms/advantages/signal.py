@@ -56,8 +56,8 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
 
 
 def _with_some_tokens(group: SampleBatch) -> SampleBatch:
-    """The group with token columns of a fair coin: whether all advantages of `otb` or `opob` are 0
-    depends on rewards and lengths, not on them."""
+    """Return the group with token columns of a fair coin: whether all advantages of `otb` or `opob`
+    are 0 depends on rewards and lengths, not on them."""
     half = torch.full((group.num_tokens,), 0.5, dtype=torch.float64)
     columns = {
         "old_logprobs": half.log(),
@@ -69,7 +69,7 @@ def _with_some_tokens(group: SampleBatch) -> SampleBatch:
 
 
 def _possible_rewards(o: ObjectiveConfig, group: SampleBatch) -> list[Tensor]:
-    """The rewards after shaping, float64 [G]: both, where the rest of the batch decides."""
+    """Return the rewards after shaping, float64 [G]: both, where the rest of the batch decides."""
     groups = Groups(group.group_ids, group.valid)
     if o.reward_shaping == "none":
         return [group.rewards]

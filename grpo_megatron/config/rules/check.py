@@ -17,7 +17,7 @@ from grpo_megatron.config.run import RunConfig
 
 
 def check_rules(run: RunConfig) -> list[Violation]:
-    """Everything in which the tables of `run` contradict one another."""
+    """Return everything in which the tables of `run` contradict one another."""
     found: list[Violation] = []
     of_run = (
         RUN_RULES,

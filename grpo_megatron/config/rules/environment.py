@@ -15,7 +15,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def _table(domain: DomainConfig, index: int) -> str:
-    """The table that gives the domain its episodes."""
+    """Return the table that gives the domain its episodes."""
     return f"domains.{index}.{domain.episodes_table}"
 
 

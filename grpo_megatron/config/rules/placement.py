@@ -72,7 +72,8 @@ def engines_have_gpus(run: RunConfig) -> Violation | None:
 
 
 def _room_for_engines(run: RunConfig) -> int:
-    """Engines fill nodes one by one; one that is wider than a node takes whole nodes."""
+    """Count the engines that fit. They fill nodes one by one; one that is wider than a node takes
+    whole nodes."""
     placement = run.placement
     size = run.rollout.num_workers
     gpus = placement.gpus_per_node

@@ -58,14 +58,15 @@ class RuleSet:
         return list(names)
 
     def violations(self, *subject: Any, config: Any) -> Iterator[Violation]:
-        """Everything that `subject`, the checks' arguments, breaks; values are read in `config`."""
+        """Yield everything that `subject`, the checks' arguments, breaks; values are read in
+        `config`."""
         for name, check in self._checks:
             for violation in _as_sequence(check(*subject)):
                 value = value_at(config, violation.key)
                 yield replace(violation, rule=name, value=value)
 
     def broken_names(self, *subject: Any) -> Iterator[str]:
-        """Names of the rules that `subject` breaks, without their details."""
+        """Yield names of the rules that `subject` breaks, without their details."""
         for name, check in self._checks:
             if check(*subject):
                 yield name

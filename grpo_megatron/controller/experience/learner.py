@@ -53,8 +53,8 @@ class PromptTeller:
             self._renderers[domain.name] = PromptRenderer(domain, tokenizer.chat_template)
 
     def told(self, prompt: Prompt) -> Prompt:
-        """The prompt with the lessons, the newest of them where not all fit beside the longest
-        completion; as it is where there are none, or not one fits."""
+        """Return the prompt with the lessons, the newest of them where not all fit beside the
+        longest completion; as it is where there are none, or not one fits."""
         num_lessons = len(self.library.lessons)
         room = self._config.rollout.max_model_len - self._config.max_new_tokens_of(prompt.domain)
         for count in range(num_lessons, 0, -1):
@@ -66,7 +66,7 @@ class PromptTeller:
         return prompt
 
     def take_shortened(self) -> int:
-        """How many prompts were shortened; it begins anew."""
+        """Return how many prompts were shortened; it begins anew."""
         shortened = self.shortened
         self.shortened = 0
         return shortened
@@ -178,7 +178,7 @@ def rewards_differ(rewards: np.ndarray) -> bool:
 
 
 def graded(group: ScoredGroup) -> GradedProblem:
-    """A group as the writer sees it; what was not scored is left out."""
+    """Return a group as the writer sees it; what was not scored is left out."""
     prompt = group.group.prompt
     attempts = []
     for completion, reward in zip(group.group.completions, group.rewards, strict=True):

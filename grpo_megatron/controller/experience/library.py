@@ -52,7 +52,7 @@ class Library:
         return refused
 
     def as_text(self, *, newest: int | None = None) -> str:
-        """A line a lesson, `[E3] …`; with `newest`, only of the last so many."""
+        """Return a line a lesson, `[E3] …`; with `newest`, only of the last so many."""
         items = list(self.lessons.items())
         if newest is not None:
             items = items[len(items) - newest :]
@@ -123,5 +123,5 @@ class Library:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks and double spaces: a lesson is one line of a prompt."""
+    """Return the text without line breaks and double spaces: a lesson is one line of a prompt."""
     return " ".join(text.split())

@@ -65,7 +65,7 @@ class LessonWriter:
         self._merge = _text("merge")
 
     def take_counts(self) -> WriterCounts:
-        """What was counted; it begins anew."""
+        """Return what was counted; it begins anew."""
         counts = self.counts
         self.counts = WriterCounts()
         return counts
@@ -73,7 +73,7 @@ class LessonWriter:
     async def operations(
         self, problems: Sequence[GradedProblem], library: Library
     ) -> list[Operation]:
-        """What the answers to a step's problems teach; the library is not changed.
+        """Return what the answers to a step's problems teach; the library is not changed.
 
         Raises EngineError: the model replied to nothing."""
         if not problems:
@@ -98,7 +98,7 @@ class LessonWriter:
         return merged
 
     async def _summaries(self, problems: Sequence[GradedProblem]) -> list[list[str]]:
-        """Of every problem, a summary of every attempt."""
+        """Have every attempt at every problem summarised; returns the summaries by problem."""
         texts = []
         for problem in problems:
             for attempt in problem.attempts:
@@ -149,7 +149,7 @@ class LessonWriter:
         return {"question": problem.question, "answer": answer}
 
     async def _operations(self, texts: Sequence[str]) -> list[list[Operation]]:
-        """The operations of each reply; a text without readable ones is asked again."""
+        """Return the operations of each reply; a text without readable ones is asked again."""
         found: dict[int, list[Operation]] = {}
         open_texts = list(range(len(texts)))
         for _ in range(self._settings.writer_attempts):
@@ -172,8 +172,8 @@ class LessonWriter:
 
 
 def read_operations(reply: str) -> list[Operation] | None:
-    """The last JSON list of operations in a reply; None where there is none. Lists inside of one,
-    or inside of its texts, are not looked at."""
+    """Return the last JSON list of operations in a reply; None where there is none. Lists inside of
+    one, or inside of its texts, are not looked at."""
     decoder = json.JSONDecoder()
     found = None
     place = reply.find("[")

@@ -33,7 +33,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAmounts:
-    """Of a rank of a replica, in one decoding step."""
+    """What a rank of a replica reads and computes in one decoding step."""
 
     weight_bytes: float
     cache_bytes: float
@@ -77,14 +77,15 @@ def experts_met(num_experts: int, top_k: int, num_tokens: float) -> float:
 
 
 def cache_bytes_per_token(s: Sizes) -> float:
-    """Keys and values of a token on a rank, of all layers; latent ones are whole on every rank, and
-    key-value heads are repeated where there are fewer than ranks."""
+    """Return keys and values of a token on a rank, of all layers; latent ones are whole on every
+    rank, and key-value heads are repeated where there are fewer than ranks."""
     width = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])
     return float(width * s.model["num_layers"] * s.symbols["element"])
 
 
 def attention_flops_of_token(s: Sizes, context: float) -> float:
-    """Of one layer and one new token; latent attention works on latent vectors."""
+    """Return the FLOPs of one layer's attention for one new token; latent attention works on latent
+    vectors."""
     widths = attention_widths(s)
     if s.attention == "latent":
         widths = s.symbols["latent_rope"] + s.symbols["latent"]

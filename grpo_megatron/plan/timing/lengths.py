@@ -136,7 +136,7 @@ def _row(line: str, where: str) -> list[int]:
 
 
 def _thinned(answers: Sequence[float]) -> tuple[float, ...]:
-    """At most as many as a distribution needs, the longest among them."""
+    """Thin the answers to at most as many as a distribution needs; the longest stays."""
     count = len(answers)
     if count <= 8 * _NUM_QUANTILES:
         return tuple(answers)

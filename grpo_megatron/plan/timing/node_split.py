@@ -98,7 +98,7 @@ def _best(
 def _engines(
     config: RunConfig, rollout_nodes: int, gpus_per_node: int, device: str
 ) -> Iterator[RunConfig]:
-    """The recipe with engines that fill the nodes, of every size that fits."""
+    """Yield the recipe with engines that fill the nodes, of every size that fits."""
     facts = model_facts(config.model)
     gpus = rollout_nodes * gpus_per_node
     sizes = {2**power for power in range(gpus_per_node.bit_length())}

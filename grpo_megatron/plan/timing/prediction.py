@@ -57,7 +57,7 @@ class LengthOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a run's step."""
+    """The predicted times of a run's step."""
 
     device: str
     lengths: Lengths
@@ -283,7 +283,8 @@ def _generation_seconds(
 
 
 def _sequences_at_once(config: RunConfig, plan: Plan, lengths: Lengths) -> int:
-    """Of an engine: as many as it may run, the client asks for, and its cache holds."""
+    """Return how many sequences an engine has at once: at most what it may run, what the client
+    asks for, and what its cache holds."""
     cached = int(plan.engine["kv_tokens"] / lengths.total)
     return max(min(asked_at_once(config), cached), 1)
 
@@ -299,7 +300,7 @@ def asked_at_once(config: RunConfig) -> int:
 
 
 def _weight_share(config: RunConfig) -> float:
-    """Bytes of an engine's weight, in those of its type."""
+    """Return bytes of an engine's weight, in those of its type."""
     if config.rollout.engine_argument("--quantization") == "fp8":
         return 0.5
     return 1.0
@@ -318,7 +319,8 @@ def _publish_seconds(config: RunConfig, plan: Plan, machine: Machine) -> float:
 
 
 def _switch_seconds(config: RunConfig, plan: Plan, s: Sizes, machine: Machine) -> float:
-    """Engines that sleep put their weights on the host; references are kept there."""
+    """Return the seconds in which engines that sleep put their weights on the host; references are
+    kept there, too."""
     if machine.device.architecture == "cpu":
         return 0.0
     carried = 0.0
@@ -395,7 +397,7 @@ def _prediction(
 
 
 def _batches_in_flight(config: RunConfig) -> int:
-    """Steps that engines generate at once."""
+    """Return steps that engines generate at once."""
     if not overlaps(config):
         return 1
     return config.steps_sampled_at_once
@@ -422,8 +424,8 @@ def num_engines(config: RunConfig) -> int:
 def _forecast(
     config: RunConfig, at_once: int, lengths: Lengths, step: StepSeconds
 ) -> Forecast | None:
-    """Of a steady state. What a step costs beside its phases is the trainer's where rollouts run
-    ahead, and else comes before its training."""
+    """Forecast the steady state. What a step costs beside its phases is the trainer's where
+    rollouts run ahead, and else comes before its training."""
     if not step.generation_s or not config.trains:
         return None
     flow = flow_of(config, spread_answers(lengths.answers), at_once * num_engines(config))
@@ -462,7 +464,7 @@ def _staleness_updates(config: RunConfig, found: Forecast | None) -> float:
 
 
 def _what_to_enlarge(config: RunConfig, step: StepSeconds) -> tuple[str, str]:
-    """The phase that a step waits for, and what makes it shorter."""
+    """Return the phase that a step waits for, and what makes it shorter."""
     trainer = step.trainer
     phases = {
         "generation": step.generation_s,

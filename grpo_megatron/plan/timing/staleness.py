@@ -148,9 +148,11 @@ def fitted(
     generation_s: Sequence[float],
     window: int = 0,
 ) -> list[FlowSeconds]:
-    """Return the same durations with seconds of a token, in proportion to `generation_s` of each
-    step, with which engines are busy as long on the mean of `window` steps, as `forecast` counts
-    it: what was measured in a run holds pauses, and may be of two steps that shared the engines."""
+    """Return the durations with the seconds of a token fitted to a run.
+
+    In proportion to the measured `generation_s` of each step, they are scaled until `forecast`
+    finds engines busy for as long, on the mean of `window` steps: what was measured holds pauses,
+    and may be of two steps that shared the engines."""
     scale = 1.0
     tried = list(seconds)
     measured = sum(generation_s[-window:])
@@ -189,7 +191,9 @@ class _Step:
 
 
 class _Simulation:
-    """Engines have a clock of their own, which stands still while a publish pauses them."""
+    """Simulates steps on their way through engines and trainer.
+
+    Engines have a clock of their own, which stands still while a publish pauses them."""
 
     def __init__(self, flow: Flow, seconds: Sequence[FlowSeconds], num_steps: int):
         self._flow = flow
@@ -393,7 +397,7 @@ class _Simulation:
         return found
 
     def _version_at(self, engine_s: float) -> int:
-        """The newest version that engines had at this time of theirs."""
+        """Return the newest version that engines had at this time of theirs."""
         return max(bisect_right(self._came, engine_s) - 1, 0)
 
 

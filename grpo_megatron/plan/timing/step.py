@@ -27,5 +27,5 @@ class StepSeconds:
 
     @property
     def step_s(self) -> float:
-        """From one step to the next."""
+        """Seconds from one step to the next."""
         return self.busy_s + self.publish_s + self.switch_s + self.overhead_s

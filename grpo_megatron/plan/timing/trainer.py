@@ -46,7 +46,7 @@ class Machine:
         return max(min(self.device.domain, self.gpus_per_node), 1)
 
     def link_bytes_per_s(self, span: int) -> float:
-        """What a rank sends a second to ranks up to `span` ranks away."""
+        """Return what a rank sends a second to ranks up to `span` ranks away."""
         if span <= self.domain:
             return self.device.link_bytes_per_s * self.constants["link_efficiency"]
         return self.network_bytes_per_s
@@ -111,7 +111,7 @@ class TrainerLoad:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSeconds:
-    """Of a step."""
+    """Seconds of the trainer in a step."""
 
     logprobs_s: float
     """Passes without gradients."""
@@ -212,7 +212,7 @@ def trainer_seconds(work: TrainerWork, machine: Machine) -> TrainerSeconds:
 
 
 def _micro_batches(load: TrainerLoad, mine: float, capacity: int) -> tuple[MicroBatch, int]:
-    """The mean micro-batch of a rank that has `mine` samples, and how many it has."""
+    """Return the mean micro-batch of a rank that has `mine` samples, and how many it has."""
     tried = min(math.ceil(mine), _MOST_PACKED)
     count: float = tried
     if load.is_packed:
@@ -332,7 +332,8 @@ def all_to_all_bytes(num_bytes: float, num_ranks: int, domain: int) -> tuple[flo
 
 
 def _sync_seconds(work: TrainerWork, machine: Machine) -> float:
-    """Of an update: gradients of the fullest stage, in float32, and its weights."""
+    """Return the seconds in which an update reduces the gradients of the fullest stage, in float32,
+    and gathers its weights."""
     if work.load.gathers_weights:
         return 0.0
     s = work.sizes

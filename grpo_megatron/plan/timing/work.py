@@ -30,7 +30,8 @@ parallelism: the projections to latent vectors and the router."""
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """Of one pass of a micro-batch through the layers of a pipeline stage, on a rank."""
+    """What a rank computes and moves in one pass of a micro-batch through the layers of a pipeline
+    stage."""
 
     matrix_flops: float = 0.0
     """Of dense matrices: attention's, MLPs', routers', shared experts', the output layer's."""
@@ -119,8 +120,9 @@ def stages_work(s: Sizes, batch: MicroBatch, backward_ratio: float) -> list[Stag
 
 
 def matrix_elements(s: Sizes, *, is_moe: bool) -> tuple[int, int]:
-    """Elements of a layer's dense matrices on a rank, of attention and of the MLP or the router and
-    shared experts: those that all tokens of a micro-batch meet, and those that a rank's own do."""
+    """Return elements of a layer's dense matrices on a rank, of attention and of the MLP or the
+    router and shared experts: those that all tokens of a micro-batch meet, and those that a rank's
+    own do."""
     parts = [s.attention]
     if is_moe:
         parts += ["router", "shared"]
@@ -138,7 +140,7 @@ def matrix_elements(s: Sizes, *, is_moe: bool) -> tuple[int, int]:
 
 
 def expert_elements(s: Sizes) -> int:
-    """Elements of one routed expert on a rank."""
+    """Return elements of one routed expert on a rank."""
     return sum(product(form, s.symbols) for form in FORMS["weights"]["expert"])
 
 
@@ -170,7 +172,7 @@ def model_flops(whole: Sizes, tokens: float, squares: float) -> float:
 
 
 def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
-    """The forward of a stage's layers, without collectives."""
+    """Return the forward of a stage's layers, without collectives."""
     t = s.trainer
     tokens = batch.tokens / t.context_parallel_size
     squares = batch.squares / t.context_parallel_size
@@ -201,7 +203,7 @@ def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
 
 
 def _end_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
-    """The output layer and the loss, on the last stage."""
+    """Return the output layer and the loss, on the last stage."""
     if stage != s.trainer.pipeline_parallel_size - 1 or s.has_value_head:
         return Amounts()  # a value is one number a token
     tokens = batch.policy_tokens / s.trainer.context_parallel_size
@@ -214,7 +216,7 @@ def _end_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
 
 
 def _differentiated(forward: Amounts, s: Sizes, stage: int, backward_ratio: float) -> Amounts:
-    """The backward of these passes, without collectives."""
+    """Return the backward of these passes, without collectives."""
     element = s.symbols["element"]
     gradients = forward.weight_bytes / element * 8  # read and written in float32
     return Amounts(
@@ -245,7 +247,7 @@ def _step(s: Sizes, stage: int, batch: MicroBatch) -> Step:
 
 
 def _sent(s: Sizes, traffic: Traffic) -> Amounts:
-    """Bytes that leave a rank, of a pass's collectives."""
+    """Return bytes that leave a rank, of a pass's collectives."""
     t = s.trainer
     of_group: dict[str, float] = {}
     for (kind, group, _), size in traffic.items():
@@ -268,7 +270,8 @@ _TIMES_SENT = {"all-reduce": 2.0}
 
 
 def parameters_of_rank(s: Sizes, stage: int) -> tuple[int, int]:
-    """Elements of a rank's weights: those that all data-parallel ranks have, and its experts'."""
+    """Return elements of a rank's weights: those that all data-parallel ranks have, and its
+    experts'."""
     dense = 0
     experts = 0
     for chunk in range(s.num_chunks):

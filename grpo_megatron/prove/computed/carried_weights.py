@@ -96,7 +96,7 @@ def _take_gpu(request: CarryWeights, rank: int) -> None:
 
 
 def _shape(mib: int) -> tuple[int, int]:
-    """Of one tensor in bfloat16."""
+    """Return the shape of one tensor, in bfloat16."""
     num_elements = (mib << 20) // _NUM_TENSORS // torch.bfloat16.itemsize
     return num_elements // _NUM_COLUMNS, _NUM_COLUMNS
 
@@ -114,7 +114,7 @@ def _name(number: int) -> str:
 
 
 def _stream(request: CarryWeights) -> Stream:
-    """The plan, which every member makes for itself."""
+    """Return the plan, which every member makes for itself."""
     shape = _shape(request.mib)
     entries: list[TensorEntry] = []
     for number in range(_NUM_TENSORS):

@@ -39,7 +39,8 @@ def measure_memory(request: MeasureMemory, layout: TrainerConfig) -> MeasuredMem
 
 
 def peak_bytes() -> int:
-    """The highest memory of the device so far; of a device that only pretends, of the process."""
+    """Return the highest memory of the device so far; of a device that only pretends, of the
+    process."""
     if pretended_cuda.is_wanted():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return platform.peak_memory_bytes()

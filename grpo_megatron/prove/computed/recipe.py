@@ -8,7 +8,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1)
 
 
 def recipe_of(layout: TrainerConfig, *, replay: str = "none") -> RunConfig:
-    """A recipe of one domain that trains recorded steps with GRPO at `layout`.
+    """Return a recipe of one domain that trains recorded steps with GRPO at `layout`.
 
     replay: of `RoutingConfig`; every recorded route has to be there for "r3"."""
     routing: dict[str, str] = {"replay": replay}

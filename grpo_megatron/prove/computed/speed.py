@@ -103,7 +103,8 @@ class _Step:
         compute_gradients(self.policy, self.update, self.loss, self.routing)
 
     def optimizer_s(self, repeats: int) -> float:
-        """Seconds of the optimizer alone: each time with new gradients, which are not timed."""
+        """Return seconds of the optimizer alone: each time with new gradients, which are not
+        timed."""
         seconds = []
         for repeat in range(repeats + 1):
             stats = self._gradients()
@@ -166,7 +167,7 @@ def _wait_for_device() -> None:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Seconds until the slowest rank has done the work."""
+    """Return seconds until the slowest rank has done the work."""
     dist.barrier()
     _wait_for_device()
     started = time.perf_counter()

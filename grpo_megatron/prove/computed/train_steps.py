@@ -56,7 +56,8 @@ def train_steps(request: TrainSteps, layout: TrainerConfig) -> TrainedSteps:
 
 
 def _logprobs(config: RunConfig, policy: Policy, table: SampleTable) -> torch.Tensor:
-    """Log-probs of all policy tokens at the current weights, fp32 [n] in the table's order."""
+    """Return log-probs of all policy tokens at the current weights, fp32 [n] in the table's
+    order."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
     routing = None
     if config.routing.replay == "r3":

@@ -42,8 +42,8 @@ def run(job: Job) -> None:
 
 
 def carriers_of(conditions: Conditions) -> Mapping[Carrier, list[int]]:
-    """The GPU of each member, by carrier: NCCL takes no GPU twice, IPC is tried on one GPU and,
-    where there is another, between two."""
+    """Return the GPU of each member, by carrier: NCCL takes no GPU twice, IPC is tried on one GPU
+    and, where there is another, between two."""
     last = min(conditions.num_gpus, NUM_MEMBERS) - 1
     return {
         "gloo": [0] * NUM_MEMBERS,

@@ -136,7 +136,7 @@ def _compare(job: Job, model: _Model) -> None:
 
 
 def _allowed(precision: str, torch_errors: Mapping[str, float]) -> dict[str, float]:
-    """The largest relative error of each gradient."""
+    """Return the largest relative error of each gradient."""
     allowed = {}
     for name, error in torch_errors.items():
         allowed[name] = _TIMES_TORCH * error + _ON_TOP

@@ -21,7 +21,8 @@ ONE_RANK: TrainerTable = {"precision": "float32", "max_tokens_per_microbatch": 5
 
 
 def request_of(job: Job) -> TrainSteps:
-    """What one rank and all layouts train: a mixture of experts in float32, torch's layers."""
+    """Return what one rank and all layouts train: a mixture of experts in float32, torch's
+    layers."""
     sizes = sizes_for(job.conditions)
     hf = models(sizes.model)["moe"]
     table = dict(ONE_RANK)
@@ -64,7 +65,7 @@ def compare_layouts(job: Job, two_ranks: Launch) -> None:
 
 
 def with_layout(request: TrainSteps, layout: TrainerTable) -> TrainSteps:
-    """The same request at another layout."""
+    """Return the same request at another layout."""
     return TrainSteps(
         model=request.model,
         samples=request.samples,

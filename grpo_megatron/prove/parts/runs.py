@@ -163,7 +163,8 @@ def _write_model(job: Job, name: str) -> None:
 
 
 def _placement(conditions: Conditions, wanted: Wanted) -> list[str]:
-    """Which GPUs trainer and engine get: one each where there are two, else both the same."""
+    """Return which GPUs trainer and engine get: one each where there are two, else both the
+    same."""
     if conditions.device != "cuda":
         if wanted.colocated:
             return ["placement.mode=colocated"]
@@ -177,7 +178,7 @@ def _placement(conditions: Conditions, wanted: Wanted) -> list[str]:
 
 
 def _engine_arguments(conditions: Conditions, others: Sequence[str]) -> list[str]:
-    """What engines on a GPU are started with."""
+    """Return what engines on a GPU are started with."""
     if conditions.device != "cuda":
         return []
     memory = ["--gpu-memory-utilization", _SHARE_OF_GPU, "--kv-cache-memory-bytes", _CACHE_BYTES]
@@ -186,7 +187,7 @@ def _engine_arguments(conditions: Conditions, others: Sequence[str]) -> list[str
 
 
 def _toml(text: str) -> str:
-    """A string as the command line takes it."""
+    """Return a string as the command line takes it."""
     return json.dumps(text)
 
 
@@ -212,7 +213,7 @@ def _command(run_dir: RunDir, *arguments: str) -> None:
 
 
 def _last_words(run_dir: RunDir) -> list[str]:
-    """Last lines of every process of the newest attempt."""
+    """Return last lines of every process of the newest attempt."""
     found = []
     for log in sorted((run_dir.root / "logs" / "latest").glob("*.log")):
         for line in last_lines(log, 15):

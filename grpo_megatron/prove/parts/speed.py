@@ -110,7 +110,8 @@ def _shapes(job: Job) -> list[_Shape]:
 
 
 def _fitting(job: Job, shape: _Shape) -> _Shape | None:
-    """The shape with as many layers as fit, at its longest micro-batch; None where none does."""
+    """Return the shape with as many layers as fit, at its longest micro-batch; None where none
+    does."""
     num_layers = _num_layers(job, shape, max(shape.tokens), "full")
     if num_layers == 0:
         job.recorder.impossible(f"{shape.name} fits", "not even one of its layers does, by `plan`")
@@ -123,7 +124,7 @@ def _fitting(job: Job, shape: _Shape) -> _Shape | None:
 
 
 def _num_layers(job: Job, shape: _Shape, tokens: int, recompute: str) -> int:
-    """How many of the shape's layers fit, by `plan`: all, a half, a quarter, ..."""
+    """Return how many of the shape's layers fit, by `plan`: all, a half, a quarter, ..."""
     conditions = job.conditions
     return layers_that_fit(
         job.folder / shape.folder / f"plan-{tokens}-{recompute}",

@@ -122,8 +122,8 @@ def _parsed(model: Any, name: str) -> tuple[str, bool]:
 
 
 def _places(manager: LoRAModelManager) -> dict[str, tuple[BaseLayerWithLoRA, int]]:
-    """Of each layer of a checkpoint that takes adapters: the engine's layer, and which part of it
-    that is (q, k and v are parts of one)."""
+    """Return where adapters go: for each layer of a checkpoint that takes them, the engine's layer,
+    and which part of it that is (q, k and v are parts of one)."""
     places = {}
     for name, wrapper in manager.modules.items():
         parts = manager.packed_modules.get(name) or [name]
@@ -154,7 +154,8 @@ def _num_columns(wrapper: BaseLayerWithLoRA) -> int:
 
 
 def _num_rows(wrapper: BaseLayerWithLoRA, part: int) -> int:
-    """Rows of a layer of the checkpoint: of a part of the engine's layer, over all its workers."""
+    """Return rows of a layer of the checkpoint: of a part of the engine's layer, over all its
+    workers."""
     from vllm.model_executor.layers.linear import QKVParallelLinear
 
     layer = wrapper.base_layer

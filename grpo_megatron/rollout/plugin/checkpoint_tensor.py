@@ -109,7 +109,7 @@ class CheckpointTensor(torch.Tensor):
     def _followed(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of a view operation: another view, or a tuple of them."""
+        """Return the result of a view operation: another view, or a tuple of them."""
         with torch._C.DisableTorchFunctionSubclass():
             seen = func(self.geometry, *args, **kwargs)
         if isinstance(seen, torch.Tensor):

@@ -26,7 +26,8 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 def own_token() -> str:
-    """The token of this server. SetupError where nobody gave it one: it must not answer then."""
+    """Return the token of this server. Raises SetupError where nobody gave it one: it must not
+    answer then."""
     token = os.environ.get(VARIABLE, "")
     if not token:
         raise SetupError(

@@ -88,7 +88,7 @@ def record_kept_boxes(
 def _stand_ins(
     tensors: Sequence[TensorEntry], source: RecordingSource, whole: dict[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the loaders are given: tensors without numbers, or zeros for those in `whole`."""
+    """Yield what the loaders are given: tensors without numbers, or zeros for those in `whole`."""
     for tensor in tensors:
         if tensor.name in whole:
             yield tensor.name, torch.zeros(tensor.shape, dtype=tensor.torch_dtype)
@@ -100,7 +100,7 @@ def _stand_ins(
 
 
 def _without_contained(boxes: set[Box]) -> list[Box]:
-    """The boxes that are not part of another one."""
+    """Return the boxes that are not part of another one."""
     kept: list[Box] = []
     for box in sorted(boxes, key=lambda box: -box.num_elements):
         if not any(other.contains(box) for other in kept):

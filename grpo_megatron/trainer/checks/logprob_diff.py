@@ -30,11 +30,14 @@ def measure_logprob_diff(
 ) -> dict[str, Any]:
     """Compute log-probs of all samples at the present weights, and write them to `to`. Collective.
 
-    Columns are fp64 [n] over the table's policy tokens: `rollout` (the engine's), `live`
-    (own routing), `unmasked` (the same without truncation, where there was one), `through_N`
-    (engine routes in MoE layers up to number N, each or just the last); `flipped` fp64 [E, L]: uses
-    of an expert by the engine only. Returns routing metrics; without routes nothing of them. Raises
-    DataError for routes that cannot be used, where `routing.on_missing` says so."""
+    The columns are fp64 [n] over the table's policy tokens: `rollout` (the engine's), `live` (with
+    the trainer's own routing), `unmasked` (the same over the whole vocabulary, if sampling was
+    truncated), and `through_N` (with the engine's routes in the MoE layers up to number N;
+    by_layer: for each N, else only for the last). `flipped`, fp64 [E, L], counts how often only the
+    engine used an expert.
+
+    Returns routing metrics, empty without routes. Raises DataError for routes that cannot be used,
+    where `routing.on_missing` says so."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
     samples = sample_batch(config, table)
     source = RouteSource(config, policy.replay, table)

@@ -49,7 +49,7 @@ class RowPart:
     """Of the ranks that share the row."""
 
     def order_of_keys(self, device: torch.device) -> torch.Tensor:
-        """Where each token of the row is in what the ranks gather, int64 [T]."""
+        """Return where each token of the row is in what the ranks gather, int64 [T]."""
         return to_device(torch.from_numpy(self.split.gathered_places), device)
 
     @property
@@ -244,7 +244,8 @@ class _Planner:
         return BucketPlan(self._buckets, order, order_of_keys)
 
     def _own_places(self, rows: np.ndarray) -> np.ndarray:
-        """Where tokens of the row, int64, are among those of this rank; padding is anywhere."""
+        """Return where tokens of the row, int64, are among those of this rank; padding is
+        anywhere."""
         if self._part.split.is_whole:
             return rows
         places: np.ndarray = self._part.split.places[rows]
@@ -491,5 +492,5 @@ def gather_keys(part: RowPart, device: torch.device) -> GatheredKeys:
 
 
 def _cumulative(lengths: Sequence[int]) -> torch.Tensor:
-    """Where sequences begin, and the end of the last: int32 [number of sequences + 1]."""
+    """Return where sequences begin, and the end of the last: int32 [number of sequences + 1]."""
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)

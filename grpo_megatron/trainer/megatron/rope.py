@@ -45,12 +45,11 @@ def rotate_packed(
 ) -> torch.Tensor:
     """Rotate the two halves of the leading `freqs.size(-1)` features of every head.
 
-    x: queries or keys, [T, heads, d], as is the result; cu_seqlens: int32 [S + 1], the angles are
-    kept on it; its attribute `positions`, int64 [T], says where tokens are in their samples, by
-    default every sequence begins at 0. Where there are three positions of each, int64 [3, T], its
-    attribute `sections` says how many angles go by each of them. freqs: angles by position,
-    [longest, 1, 1, rotary d], both halves equal; scale: factor of cosines and sines (YaRN), one
-    value for the same `freqs`."""
+    x: queries or keys, [T, heads, d], as is the result. cu_seqlens: int32 [S + 1], with attributes
+    of ours: `positions`, int64 [T], where tokens are in their samples (by default every sequence
+    begins at 0), or int64 [3, T], with `sections`, how many angles go by each of the three; the
+    computed angles are kept on it, too. freqs: angles by position, [longest, 1, 1, rotary d], both
+    halves equal. scale: factor of cosines and sines (YaRN), one value for the same `freqs`."""
     owner: Any = cu_seqlens  # a tensor takes attributes of any name
     found: _Angles | None = getattr(owner, "rope", None)
     if found is None or found.freqs is not freqs or found.cos.dtype != x.dtype:
@@ -72,7 +71,7 @@ def rotate_packed(
 def _angles_at(
     positions: torch.Tensor, freqs: torch.Tensor, sections: Sequence[int] | None
 ) -> torch.Tensor:
-    """Angles of tokens at positions, int64 [T] or [3, T]: [T, 1, rotary d / 2]."""
+    """Return angles of tokens at positions, int64 [T] or [3, T]: [T, 1, rotary d / 2]."""
     half = freqs[:, 0, :, : freqs.size(-1) // 2]
     if positions.dim() == 1:
         return half[positions]

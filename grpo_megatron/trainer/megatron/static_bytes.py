@@ -64,7 +64,7 @@ def static_bytes_of(policy: Policy) -> StaticBytes:
 
 
 def _keep_expert_biases_whole(policy: Policy) -> None:
-    """What the first forward pass does: biases of routers are float32 from then on."""
+    """Do what the first forward pass does: biases of routers are float32 from then on."""
     for chunk in policy.chunks:
         for module in chunk.module.modules():
             if hasattr(module, "_maintain_float32_expert_bias"):
@@ -83,7 +83,7 @@ def _gradient_buffers(policy: Policy) -> list[Any]:
 
 
 def _optimizer_bytes(policy: Policy) -> int:
-    """Bytes of moments, and of float32 weights beside bfloat16 ones."""
+    """Return bytes of moments, and of float32 weights beside bfloat16 ones."""
     total = 0
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         if part.optimizer is None:  # of experts, on a rank without any

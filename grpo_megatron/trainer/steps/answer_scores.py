@@ -14,8 +14,8 @@ from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 
 
 def row_sums(table: SampleTable, microbatch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
-    """Sums of `values`, [n], over the tokens of each row of the micro-batch, float64 [R]: in the
-    order of `MicroBatch.table_rows`, with gradient."""
+    """Return sums of `values`, [n], over the tokens of each row of the micro-batch, float64 [R]: in
+    the order of `MicroBatch.table_rows`, with gradient."""
     lengths = table.policy_lengths[microbatch.table_rows]
     rows = np.repeat(np.arange(len(lengths)), lengths)
     index = to_device(torch.from_numpy(rows), values.device)
@@ -26,8 +26,8 @@ def row_sums(table: SampleTable, microbatch: MicroBatch, values: torch.Tensor) -
 def answer_scores(
     config: RunConfig, policy: Policy, table: SampleTable, rows: np.ndarray | None = None
 ) -> np.ndarray:
-    """Sums of log-probs of the answers in `rows` (int64, ascending), or of all, float64 [N] by row
-    of the table, 0 for others; equal on all ranks. Collective."""
+    """Return sums of log-probs of the answers in `rows` (int64, ascending), or of all, float64 [N]
+    by row of the table, 0 for others; equal on all ranks. Collective."""
     if rows is None:
         rows = np.arange(len(table))
     update = optimizer_step.prepare(config.trainer, table, rows)
@@ -37,7 +37,8 @@ def answer_scores(
 def scores_of(
     config: RunConfig, policy: Policy, table: SampleTable, update: UpdateBatch
 ) -> np.ndarray:
-    """The same of the samples of an update, whose micro-batches are planned."""
+    """Return what `answer_scores` does, for the samples of an update whose micro-batches are
+    planned."""
     source = RouteSource(config, policy.replay, table)
     outputs = optimizer_step.logprob_pass(policy, update, source.margin_pass(update))
     found = torch.zeros(len(table), dtype=torch.float64)

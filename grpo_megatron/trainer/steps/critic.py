@@ -68,7 +68,7 @@ class Critic:
         *,
         is_last: bool,
     ) -> Stats:
-        """Take one optimizer step on the tokens of an update that count; nothing where none does.
+        """Take one optimizer step on the tokens of an update that count; without such tokens, none.
 
         rate: learning rate; is_last: no other step follows, so that the weights are read next.
         Returns metrics, equal on all ranks. Raises TrainerError as `apply_gradients` does.
@@ -124,7 +124,7 @@ class ValueLoss:
 
 
 def _without_policy_names(stats: Stats) -> Stats:
-    """Metrics of an optimizer step by names that are not those of the policy's."""
+    """Rename the metrics of an optimizer step that have the names of the policy's."""
     stats.means["critic/grad_norm"] = stats.means[_GRAD_NORM]
     stats.units["critic/grad_norm"] = stats.units[_GRAD_NORM]
     found = Stats()

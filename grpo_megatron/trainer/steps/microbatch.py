@@ -44,8 +44,8 @@ class TokenUses:
     """Samples of the optimizer step that have it, at least 1."""
 
     def weights(self, *, once: bool) -> torch.Tensor:
-        """What a token counts in sums over samples, fp32 [T]; with `once` the same token of all
-        samples of the optimizer step counts 1 together."""
+        """Return what a token counts in sums over samples, fp32 [T]; with `once` the same token of
+        all samples of the optimizer step counts 1 together."""
         if once:
             return self.here / self.in_update
         return self.here
@@ -102,7 +102,7 @@ class MicroBatch:
 
     @property
     def tree(self) -> RowTree:
-        """Of the row, with padding as its last segment."""
+        """The tree of the row, with padding as its last segment."""
         return self.split.tree
 
     @property
@@ -328,7 +328,8 @@ def _token_uses(tree: RowTree, paths: SamplePaths) -> TokenUses:
 def _joined_masks(
     masks: list[SamplingMask | None], targets: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token and id of every entry, in order; and bool [n], whether the token is in its set."""
+    """Return token and id of every entry, in order; and bool [n], whether the token is in its
+    set."""
     sizes_of = []
     ids_of = []
     for mask, target in zip(masks, targets, strict=True):

@@ -343,7 +343,7 @@ class _ForwardStep:
 
 
 def is_output_rank() -> bool:
-    """Say whether this rank, and no other one with the same samples, has the model's output."""
+    """Whether this rank, and no other one with the same samples, has the model's output."""
     is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
     return is_last_stage and is_first_with_samples()
 
@@ -365,9 +365,10 @@ def reduce_stats(stats: Stats) -> Stats:
 
 
 def sharing_metrics(updates: Sequence[UpdateBatch]) -> dict[str, float]:
-    """Say what share of all tokens was computed, and how many prompts engines routed differently.
+    """Return the share of all tokens that was computed, and how many prompts engines routed
+    differently.
 
-    Of the updates of a step, equal on all ranks; empty where there is none."""
+    updates: of one step. Equal on all ranks; empty where there is none."""
     num_tokens = sum(update.num_tokens for update in updates)
     if num_tokens == 0:
         return {}
@@ -380,7 +381,8 @@ def sharing_metrics(updates: Sequence[UpdateBatch]) -> dict[str, float]:
 
 
 def balance_metrics(updates: Sequence[UpdateBatch]) -> dict[str, float]:
-    """Say how uneven the experts' ranks are in the micro-batches of a step, on the mean of updates.
+    """Return how uneven the experts' ranks are in the micro-batches of a step, on the mean of
+    updates.
 
     Empty where their routes were not known beforehand."""
     balances = [update.experts for update in updates if update.experts is not None]
@@ -404,7 +406,7 @@ def losses_and_norms(updates: Sequence[Stats]) -> tuple[list[float], list[float]
 
 
 def _to_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Tensors of one shape as Python numbers, with one copy from the device for all."""
+    """Return tensors of one shape as Python numbers, with one copy from the device for all."""
     if not tensors:
         return {}
     values = torch.stack(list(tensors.values())).tolist()
@@ -412,7 +414,7 @@ def _to_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _to_tensors(numbers: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Numbers or lists of them as tensors, float64."""
+    """Return numbers, or lists of them, as float64 tensors."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
 
 

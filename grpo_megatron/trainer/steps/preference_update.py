@@ -86,7 +86,7 @@ class PreferenceLossFunction:
         return loss.float(), meter.stats
 
     def _scores(self, rows: np.ndarray, sums: torch.Tensor) -> torch.Tensor:
-        """Sums or means of log-probs, less those of the reference; float64 [R]."""
+        """Return sums or means of log-probs, less those of the reference; float64 [R]."""
         scores = sums
         if self._settings.has_reference:
             reference = torch.from_numpy(self._table.components[REFERENCE][rows])
@@ -97,7 +97,7 @@ class PreferenceLossFunction:
         return scores
 
     def _margins(self, items: np.ndarray, where: torch.device) -> torch.Tensor | float:
-        """Of pairs, [P]; 0 where they do not count."""
+        """Return the margins of pairs, [P]; 0 where they do not count."""
         if not self._settings.use_margins:
             return 0.0
         return to_device(torch.from_numpy(self._table.components[MARGIN][items]), where)
@@ -205,7 +205,7 @@ def train_preferences(
 
 
 def _baseline(config: RunConfig, policy: Policy, table: SampleTable, rows: np.ndarray) -> float:
-    """KTO's z of an optimizer step, from the answers to other prompts among its rows."""
+    """Compute KTO's z of an optimizer step, from the answers to other prompts among its rows."""
     others = rows[np.isnan(table.reward[rows])]
     scores = answer_scores(config, policy, table, others)[others]
     scores -= table.components[REFERENCE][others]

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
-    """The recipe's objective with what was learned so far (`Objective.state`)."""
+    """Return the recipe's objective with what was learned so far (`Objective.state`)."""
     own = {}
     for domain in config.domains:
         if domain.objective is not None:
@@ -26,7 +26,7 @@ def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
 
 
 def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
-    """Rewards and lengths of a recorded step, without token columns. A sample is an episode.
+    """Return rewards and lengths of a recorded step, without token columns. A sample is an episode.
 
     Raises DataError where the step has other domains than the recipe."""
     names = _domain_names(config)
@@ -63,12 +63,12 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
 
 
 def _domain_names(config: RunConfig) -> tuple[str, ...]:
-    """In the order of the recipe, which is that of domain numbers."""
+    """Return the domains in the order of the recipe, which is that of domain numbers."""
     return tuple(domain.name for domain in config.domains)
 
 
 def _component_weights(config: RunConfig, component: str) -> torch.Tensor:
-    """What a component weighs in every domain, float64 [D]; 0 where it is no reward."""
+    """Return what a component weighs in every domain, float64 [D]; 0 where it is no reward."""
     weights = torch.zeros(len(config.domains), dtype=torch.float64)
     for number, domain in enumerate(config.domains):
         for reward in domain.rewards:
@@ -78,8 +78,8 @@ def _component_weights(config: RunConfig, component: str) -> torch.Tensor:
 
 
 def _step_events(table: SampleTable) -> Events | None:
-    """Rewards of single steps; None where no sample has any. One that ends in what an environment
-    said ends with the policy token before that."""
+    """Return rewards of single steps; None where no sample has any. One that ends in what an
+    environment said ends with the policy token before that."""
     rows, ends, rewards = table.steps
     if not len(rows):
         return None
@@ -97,7 +97,7 @@ def _step_events(table: SampleTable) -> Events | None:
 
 
 def _turns(table: SampleTable) -> Events | None:
-    """The turns of all episodes; None where no sample has turns."""
+    """Return the turns of all episodes; None where no sample has turns."""
     if not table.has_turns:
         return None
     samples: list[list[tuple[Sequence[Turn], int]]] = [[] for _ in table.first_rows]
@@ -107,7 +107,7 @@ def _turns(table: SampleTable) -> Events | None:
 
 
 def _without_loss(table: SampleTable) -> torch.Tensor | None:
-    """Which policy tokens are of a spoilt turn or too old, bool [n]; None where none is."""
+    """Return which policy tokens are of a spoilt turn or too old, bool [n]; None where none is."""
     found = table.without_loss(np.arange(len(table)))
     if found is None:
         return None
@@ -115,8 +115,8 @@ def _without_loss(table: SampleTable) -> torch.Tensor | None:
 
 
 def _staleness(config: RunConfig, table: SampleTable) -> torch.Tensor | None:
-    """By how many weight versions each policy token is older than the step, int64 [n]; None where
-    nobody asks or nothing is older."""
+    """Return by how many weight versions each policy token is older than the step, int64 [n]; None
+    where nobody asks or nothing is older."""
     if config.objective.proximal != "interpolated" or not table.manifest.stale:
         return None
     versions = [table.versions(row)[table.policy_places(row)] for row in range(len(table))]
@@ -125,7 +125,7 @@ def _staleness(config: RunConfig, table: SampleTable) -> torch.Tensor | None:
 
 
 def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | None:
-    """What the sampler did not keep; None where nothing was dropped, or nobody asked."""
+    """Return what the sampler did not keep; None where nothing was dropped, or nobody asked."""
     by_domain = table.manifest.dropped_rewards
     if not by_domain:
         return None
@@ -141,8 +141,8 @@ def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | Non
 
 
 def _correct(config: RunConfig, table: SampleTable) -> torch.Tensor:
-    """What each domain's accuracy component says, bool [N], by episode; one that was skipped says
-    no.
+    """Return what each domain's accuracy component says, bool [N], by episode; one that was skipped
+    says no.
 
     Where a step was recorded without it, rewards decide, and the log says so."""
     correct = torch.zeros(len(table), dtype=torch.bool)

@@ -120,7 +120,7 @@ class References:
 
     @contextmanager
     def exchanged(self, policy: Policy, name: str = START) -> Iterator[None]:
-        """The policy computes with the reference's weights inside the block."""
+        """Let the policy compute with the reference's weights inside the block."""
         if name == START and self.start_is_base:
             with policy.without_adapters():
                 yield
@@ -161,7 +161,7 @@ class References:
     def _passes_under(
         self, policy: Policy, updates: Sequence[UpdateBatch], name: str
     ) -> list[list[torch.Tensor]]:
-        """Log-probs under one reference, fp32 [n] by update and micro-batch."""
+        """Return log-probs under one reference, fp32 [n] by update and micro-batch."""
         passes = []
         with self.exchanged(policy, name):
             for update in updates:
@@ -179,7 +179,8 @@ class References:
 
 
 def _tensors_of(policy: Policy, name: str) -> list[torch.Tensor]:
-    """What a reference consists of: of an earlier policy with adapters these, else all weights."""
+    """Return what a reference consists of: of an earlier policy with adapters these, else all
+    weights."""
     if policy.lora is not None and name == START:
         return [parameter.data for parameter in adapter_tensors(policy)]
     return base_tensors(policy)
@@ -229,7 +230,7 @@ class PolicyDriftMonitor:
         self._before = self._logprobs()
 
     def reference(self, references: References) -> Stats:
-        """KL to the reference, for where it weighs nothing: `reference/k1`, `k3`."""
+        """Measure the KL to the reference, for where it weighs nothing: `reference/k1`, `k3`."""
         [found] = references.logprobs(self._policy, [self._batch], self._objective, self._domains)
         stats = Stats()
         for _, meter, before, of_reference in self._measured(found):
@@ -238,7 +239,7 @@ class PolicyDriftMonitor:
         return optimizer_step.reduce_stats(stats)
 
     def step(self, batch: SampleBatch, advantages: Advantages) -> Stats:
-        """How far the updates of the step moved the policy: `step/…`."""
+        """Return how far the updates of the step moved the policy: `step/…`."""
         of_samples = advantages.values
         by_token = advantages.values
         if advantages.per_token:
@@ -275,15 +276,15 @@ class PolicyDriftMonitor:
             )
 
     def _logprobs(self) -> list[torch.Tensor]:
-        """Of the current policy, fp32 [n] by micro-batch."""
+        """Compute log-probs of the current policy, fp32 [n] by micro-batch."""
         outputs = optimizer_step.logprob_pass(self._policy, self._batch)
         return [optimizer_step.untruncated(output) for output in outputs]
 
     def _measured(
         self, found: Sequence[torch.Tensor]
     ) -> Iterator[tuple[MicroBatch, MetricRecorder, torch.Tensor, torch.Tensor]]:
-        """Micro-batches that have an output here, a meter for each, and the log-probs, fp32 [n],
-        of the policy before the step and those in `found`."""
+        """Yield micro-batches that have an output here, a meter for each, and the log-probs, fp32
+        [n], of the policy before the step and those in `found`."""
         for microbatch in self._batch.microbatches:
             before = self._before[microbatch.index]
             values = found[microbatch.index]

@@ -90,7 +90,7 @@ class Training:
         return int(self.table.update.max(initial=-1)) + 1
 
     def _plan(self) -> list[UpdateBatch]:
-        """Optimizer steps that have samples to train; the others are skipped."""
+        """Plan the optimizer steps that have samples to train; the others are skipped."""
         is_trained = select(self.objective, self.batch).numpy()[self.table.episode]
         updates = []
         experts = expert_loads(self.config, self.table, self.policy.replay.shape)
@@ -199,7 +199,8 @@ class Training:
     # --- the critic
 
     def _look_with_critic(self) -> float:
-        """Let the critic say what it thinks of all tokens, as it is before the step; seconds."""
+        """Let the critic compute the values of all tokens, as it is before the step; returns the
+        seconds."""
         began = time.perf_counter()
         if self.critic is not None:
             self.critic.look_at(self.updates)
@@ -236,7 +237,8 @@ class Training:
     # --- before the first optimizer step
 
     def _run_passes(self) -> None:
-        """Old log-probs, unless the first loss pass has them; reference ones, if they weigh."""
+        """Compute old log-probs, unless the first loss pass finds them, and reference ones, if they
+        weigh."""
         one_update = len(self.updates) == 1 and self.config.batch.epochs == 1
         on_policy = one_update and not self.table.manifest.stale
         columns_need_it = bool(self.needs & _OF_THE_OLD_PASS)
@@ -258,7 +260,8 @@ class Training:
                     microbatch.ref_logprobs = logprobs
 
     def _old_pass(self, update: UpdateBatch) -> None:
-        """Let the old policy, which the weights still are, look at the update's tokens."""
+        """Let the old policy, which the weights still are, compute log-probs and entropies of the
+        tokens."""
         update.old_routing = self.source.old_pass(update.routes)
         with_squares = "squared_probs" in self.needs
         outputs = optimizer_step.logprob_pass(
@@ -274,7 +277,8 @@ class Training:
             microbatch.old_entropies = output[1]
 
     def _token_columns(self) -> dict[str, torch.Tensor]:
-        """What advantages are computed from: fp32 [n] of the whole batch, equal on all ranks."""
+        """Return what advantages are computed from: fp32 [n] of the whole batch, equal on all
+        ranks."""
         columns = {}
         if "token_ids" in self.needs:
             columns["token_ids"] = torch.from_numpy(self.table.all_policy_ids()).long()
@@ -295,14 +299,14 @@ class Training:
         return columns
 
     def _gathered(self, column: Callable[[MicroBatch], torch.Tensor]) -> torch.Tensor:
-        """A column of all micro-batches, fp32 [n] in the table's order, on every rank."""
+        """Return a column of all micro-batches, fp32 [n] in the table's order, on every rank."""
         values = []
         for update in self.updates:
             values.append([column(microbatch) for microbatch in update.microbatches])
         return optimizer_step.gather_tokens(self.batch, self.updates, values)
 
     def _shuffled(self, advantages: Advantages) -> Advantages:
-        """The negative control: every sample gets another one's advantage."""
+        """Give every sample another one's advantage: the negative control."""
         order = list(range(len(advantages.values)))
         seed = f"{self.config.seed}/{self.table.manifest.step}"
         random.Random(seed).shuffle(order)
@@ -317,7 +321,7 @@ class Training:
     # --- one optimizer step
 
     def _constants(self, update: UpdateBatch, advantages: Advantages) -> LossConstants:
-        """What is fixed before the first micro-batch."""
+        """Return what is fixed before the first micro-batch."""
         constant_length = self.config.objective.aggregation_length
         if constant_length is None:
             constant_length = self.config.rollout.max_new_tokens
@@ -350,8 +354,8 @@ class Training:
     def _loss(
         self, constants: LossConstants, epoch: int, *, has_old_logprobs: bool
     ) -> PolicyGradientLoss:
-        """The loss of an update. has_old_logprobs: those that it has, or finds, are of the policy
-        from before the step."""
+        """Make the loss of an update. has_old_logprobs: the log-probs that the update has, or
+        finds, are of the policy from before the step."""
         sampled_by_these_weights = not self.table.manifest.stale
         return PolicyGradientLoss(
             self.config,
@@ -367,7 +371,8 @@ class Training:
         )
 
     def _replayed_masks_of(self, epoch: int) -> Mapping[str, torch.Tensor] | None:
-        """The recorded masks of an epoch, bool [n] by name; None where nothing is replayed."""
+        """Return the recorded masks of an epoch, bool [n] by name; None where nothing is
+        replayed."""
         if self.replayed_masks is None:
             return None
         masks = {}
@@ -399,8 +404,8 @@ class Training:
         return self.batch.sums(gathered).double()
 
     def _router_shift(self, update: UpdateBatch) -> torch.Tensor:
-        """How much the current routers agree with the old policy's, fp32 [n of the batch]; 0 at
-        tokens that are not of the update. Collective."""
+        """Return how much the current routers agree with the old policy's, fp32 [n of the batch]; 0
+        at tokens that are not of the update. Collective."""
         routing = self.source.shift_pass(update)
         optimizer_step.logprob_pass(self.policy, update, routing)
         of_tokens = self.source.router_shift(routing, update)
@@ -451,7 +456,7 @@ class Training:
     def _metrics(
         self, total: Stats, advantages: Advantages, trained: "_PolicyUpdates"
     ) -> dict[str, float]:
-        """Metrics of the step by name."""
+        """Return the metrics of the step, by name."""
         metrics = derived(total.result())
         skipped = self.num_planned_updates - len(self.updates)
         metrics["batch/skipped_updates"] = float(skipped)
@@ -488,7 +493,8 @@ _EPOCH = "@epoch_"
 
 
 def _mask_name(name: str, epoch: int) -> str:
-    """What a mask is called in the store: its name, and from the second epoch on, which one."""
+    """Return what a mask is called in the store: its name, and from the second epoch on, which
+    one."""
     if epoch == 0:
         return name
     return f"{name}{_EPOCH}{epoch}"
@@ -508,47 +514,47 @@ def _masks_of_all_epochs(recorded: Sequence[Sequence[MaskRecord]]) -> list[MaskR
 
 
 def _old_untruncated(microbatch: MicroBatch) -> torch.Tensor:
-    """The old policy's log-probs over the whole vocabulary; its pass was run."""
+    """Return the old policy's log-probs over the whole vocabulary; its pass was run."""
     assert microbatch.old_untruncated_logprobs is not None
     return microbatch.old_untruncated_logprobs
 
 
 def _old_sampled(microbatch: MicroBatch) -> torch.Tensor:
-    """The old policy's log-probs over what could be sampled; its pass was run."""
+    """Return the old policy's log-probs over what could be sampled; its pass was run."""
     assert microbatch.old_logprobs is not None
     return microbatch.old_logprobs
 
 
 def _old_entropies(microbatch: MicroBatch) -> torch.Tensor:
-    """The old policy's entropies; its pass was run."""
+    """Return the old policy's entropies; its pass was run."""
     assert microbatch.old_entropies is not None
     return microbatch.old_entropies
 
 
 def _old_squared_probs(microbatch: MicroBatch) -> torch.Tensor:
-    """Sums of the old policy's squared probabilities; its pass was run with them."""
+    """Return sums of the old policy's squared probabilities; its pass was run with them."""
     assert microbatch.old_squared_probs is not None
     return microbatch.old_squared_probs
 
 
 def _rollout(microbatch: MicroBatch) -> torch.Tensor:
-    """The engine's log-probs."""
+    """Return the engine's log-probs."""
     return microbatch.rollout_logprobs
 
 
 def _reference(microbatch: MicroBatch) -> torch.Tensor:
-    """The reference's log-probs, which the objective wants and a pass has found."""
+    """Return the reference's log-probs, which the objective wants and a pass has found."""
     assert microbatch.ref_logprobs is not None
     return microbatch.ref_logprobs
 
 
 def _values(microbatch: MicroBatch) -> torch.Tensor:
-    """The critic's values, which a rule asks for where advantages need them."""
+    """Return the critic's values, which a rule asks for where advantages need them."""
     assert microbatch.values is not None
     return microbatch.values
 
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:
-    """Who was clipped or rejected when the step was first trained, bool [n] by name."""
+    """Return who was clipped or rejected when the step was first trained, bool [n] by name."""
     found = read_decisions(table.directory, table.policy_lengths)
     return {name: torch.from_numpy(flags) for name, flags in found.items()}

@@ -67,7 +67,7 @@ class Teachers:
             _fill(policy, students)
 
     def _domains_of(self, teacher: TeacherConfig) -> list[int]:
-        """Numbers of the domains that it teaches; without a list of its own, all."""
+        """Return numbers of the domains that it teaches; without a list of its own, all."""
         numbers = []
         for number, domain in enumerate(self.config.domains):
             if not teacher.domains or domain.name in teacher.domains:
@@ -94,7 +94,7 @@ class Teachers:
         _fill(policy, weights)
 
     def _kl(self, model: PolicyModel) -> DivergenceSettings:
-        """Which divergence is taken, over which vocabulary."""
+        """Return which divergence is taken, over which vocabulary."""
         return DivergenceSettings(
             model.real_vocab_size,
             self.settings.temperature or self.config.rollout.temperature,
@@ -187,7 +187,8 @@ class Teachers:
 
 
 def _token_index(microbatch: MicroBatch, starts: np.ndarray) -> np.ndarray:
-    """Where the micro-batch's tokens are in the columns of a teacher, int64 [n]. starts: [N+1]."""
+    """Return where the micro-batch's tokens are in the columns of a teacher, int64 [n]. starts:
+    [N+1]."""
     parts = [np.empty(0, np.int64)]
     for row in microbatch.table_rows:
         parts.append(np.arange(starts[row], starts[row + 1]))
@@ -195,7 +196,7 @@ def _token_index(microbatch: MicroBatch, starts: np.ndarray) -> np.ndarray:
 
 
 def _rows(microbatch: MicroBatch, has_teacher: np.ndarray) -> torch.Tensor:
-    """Policy tokens of samples that a teacher teaches, int64 [m]. has_teacher: bool [M], by
+    """Return policy tokens of samples that a teacher teaches, int64 [m]. has_teacher: bool [M], by
     episode."""
     of_samples = torch.from_numpy(has_teacher[microbatch.samples]).to(microbatch.sample.device)
     return of_samples[microbatch.sample].nonzero()[:, 0]
@@ -204,8 +205,8 @@ def _rows(microbatch: MicroBatch, has_teacher: np.ndarray) -> torch.Tensor:
 def _own_rows(
     microbatch: MicroBatch, table: SampleTable, has_teacher: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which of the policy tokens that this rank looks at a teacher teaches, int64 [m], and which
-    of all that it teaches in the micro-batch these are, int64 [m]."""
+    """Return which of the policy tokens that this rank looks at a teacher teaches, int64 [m], and
+    which of all that it teaches in the micro-batch these are, int64 [m]."""
     table_rows = microbatch.table_rows
     is_taught = np.repeat(has_teacher[table_rows], table.policy_lengths[table_rows])
     number = np.cumsum(is_taught) - 1

@@ -54,7 +54,7 @@ class TokenLoss:
         return loss, meter.stats
 
     def _weights(self, microbatch: MicroBatch, where: torch.device) -> float | torch.Tensor:
-        """Of each token, [n]; a number where all weigh the same."""
+        """Return the weight of each token, [n]; a number where all weigh the same."""
         without_loss = self.table.without_loss(microbatch.table_rows)
         if without_loss is None:
             return self.weight
@@ -65,7 +65,7 @@ class TokenLoss:
 def _likelihood_loss(
     output: torch.Tensor, weights: float | torch.Tensor
 ) -> tuple[torch.Tensor, Stats]:
-    """Of the recorded completions, `-log p` of each token by its weight."""
+    """Return the weighted sum of `-log p` over the recorded completions' tokens."""
     stats = Stats()
     total_nll = -output[0].sum()
     stats.mean("loss/nll", total_nll, float(output.size(1)))
@@ -128,7 +128,8 @@ def _distillation_loss(
     weights: float | torch.Tensor,
     meter: MetricRecorder,
 ) -> torch.Tensor:
-    """Divergence of the policy from the micro-batch's teachers, by the weights of its tokens."""
+    """Return the divergence of the policy from the micro-batch's teachers, by the weights of its
+    tokens."""
     settings = config.distillation
     if settings is None or not microbatch.teachers:  # the output's last row is another quantity
         raise TrainerError("these samples have no teacher", where="distillation.teachers")
@@ -154,7 +155,7 @@ def _distillation_loss(
 
 
 def _weighted_sum(weights: float | torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Of tokens; one factor for all stands before the sum."""
+    """Return the weighted sum over tokens; a factor that all share stands before the sum."""
     if isinstance(weights, float):
         return weights * values.sum()
     return (weights * values).sum()
