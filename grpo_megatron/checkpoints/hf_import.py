@@ -83,7 +83,7 @@ class HFReader:
 
     def names(self) -> set[str]:
         """Name all tensors, without the scales of block-quantised ones."""
-        return self.files.keys() - set(map(scale_name, self.files))
+        return self.files.keys() - {scale_name(name) for name in self.files}
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors by name, in the order of names."""
@@ -199,7 +199,7 @@ class HFSource:
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Return the one dtype of a parameter's tensors. Raises CheckpointError for several."""
         names = [name for name, _ in parameter.hf]
-        found = set(map(self.reader.dtype, names))
+        found = {self.reader.dtype(name) for name in names}
         if len(found) > 1:
             raise CheckpointError(
                 f"{names} are one parameter in Megatron, but have dtypes {sorted(map(str, found))}",

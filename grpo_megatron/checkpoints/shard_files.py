@@ -97,7 +97,7 @@ class Target(ABC):
         self.working = working
         self._pool = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
-        groups = grouped(map(total_bytes, units), shard_bytes)
+        groups = grouped([total_bytes(unit) for unit in units], shard_bytes)
         self.files: list[ShardFile] = []
         for number, group in enumerate(groups, 1):
             name = self.pattern.format(number=number, count=len(groups))

@@ -65,7 +65,9 @@ def valid(
                 if not _is_about(violation, unsure):
                     found.append(_problem_of_violation(violation, config, overlay))
     if found or config is None:
-        count = f"{len(found)} problem" + "s" * (len(found) > 1)
+        count = f"{len(found)} problem"
+        if len(found) > 1:
+            count += "s"
         raise InvalidConfigError(f"{count} in {source}; nothing was started", problems=found)
     return config
 

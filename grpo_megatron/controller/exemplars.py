@@ -31,7 +31,7 @@ class ExemplarStore:
         self._of_domains: dict[str, dict[str, Exemplar]] = {}  # by prompt id, the oldest first
 
     def __len__(self) -> int:
-        return sum(map(len, self._of_domains.values()))
+        return sum(len(of_domain) for of_domain in self._of_domains.values())
 
     def remember(self, domain: str, exemplar: Exemplar) -> None:
         """Take an exemplar in, in the place of an older one of its prompt; the oldest goes where

@@ -53,7 +53,8 @@ async def sample_dataset(
             domain = domains[group.group.prompt.domain]
             if settings.pairs is not None:
                 row = _pair_row(group, selection, settings, settings.pairs, tokenizer, domain)
-                num_kept += 2 * bool(row)
+                if row:
+                    num_kept += 2
             else:
                 responses = _responses(group, selection, settings, tokenizer)
                 num_kept += len(responses)

@@ -198,7 +198,7 @@ async def _connect_replicas(
     indices = _present(config, run_dir)
     clients: list[EngineClient | None] = [None] * (max(indices, default=-1) + 1)
     failures: list[BaseException] = []
-    results = await asyncio.gather(*map(connect, indices), return_exceptions=True)
+    results = await asyncio.gather(*(connect(index) for index in indices), return_exceptions=True)
     for index, result in zip(indices, results, strict=True):
         if isinstance(result, BaseException):
             failures.append(result)

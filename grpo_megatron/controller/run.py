@@ -102,7 +102,7 @@ class Run:
         )
 
     async def run(self) -> bool:
-        """As the function `run`."""
+        """Run to the end (see the function `run`)."""
         _tell_unused(self.config)
         if self.resources.preferences is not None:
             await self._prepare_preferences(self.resources.preferences)
@@ -137,7 +137,7 @@ class Run:
     # --- before the first step
 
     async def _prepare_preferences(self, preferences: Preferences) -> None:
-        """Have the reference look at them, while the trainer has the weights of the beginning."""
+        """Have the reference score the preferences, while the trainer has the first weights."""
         config = self.config
         trainer = self.resources.trainer
         recorder = PreferenceRecorder(
@@ -241,7 +241,7 @@ class Run:
 
     @contextlib.contextmanager
     def _telemetry(self) -> Iterator[tuple[MetricsWriter, Mirrors]]:
-        """The writer of metrics.jsonl and what copies it, both open."""
+        """Open the writer of metrics.jsonl and what copies it."""
         config = self.config
         with closing(MetricsWriter(self.run_dir)) as metrics:
             recipe = config.model_dump(mode="json")
@@ -289,7 +289,7 @@ class Run:
         return state, [teller.told(prompt) for prompt in self.resources.splits.heldout]
 
     async def _take_lesson_steps(self, settings: ExperienceConfig, teller: PromptTeller) -> int:
-        """Returns how many steps were taken, over all attempts."""
+        """Take the steps; returns how many were taken, over all attempts."""
         resources = self.resources
         ask = writer_of(
             self.config, settings, workers=resources.workers, tokenizer=resources.tokenizer
@@ -397,27 +397,7 @@ def make_rl_loop(
             recorder=PreferenceRecorder(config, run_dir.rollouts / "drawn", resources.tokenizer),
         )
     else:
-        batches = RolloutBatchBuilder(
-            config,
-            spool=run_dir.rollouts,
-            sampler=sampler,
-            exemplars=exemplars,
-            workers=resources.workers,
-            rewards=resources.rewards,
-            tokenizer=resources.tokenizer,
-            phases=phases,
-        )
-        steps = StepSampler(
-            config,
-            run_dir,
-            sampler=sampler,
-            exemplars=exemplars,
-            batches=batches,
-            publisher=resources.publisher,
-            judges=resources.judges,
-            teachers=resources.teachers,
-            tokenizer=resources.tokenizer,
-        )
+        steps = _make_step_sampler(config, run_dir, resources, sampler, exemplars, phases)
     return RLLoop(
         config,
         run_dir,
@@ -432,6 +412,37 @@ def make_rl_loop(
         mirrors=mirrors,
         phases=phases,
         stopping=stopping,
+    )
+
+
+def _make_step_sampler(
+    config: RunConfig,
+    run_dir: RunDir,
+    resources: Resources,
+    sampler: PromptSampler,
+    exemplars: ExemplarStore | None,
+    phases: Phases,
+) -> StepSampler:
+    batches = RolloutBatchBuilder(
+        config,
+        spool=run_dir.rollouts,
+        sampler=sampler,
+        exemplars=exemplars,
+        workers=resources.workers,
+        rewards=resources.rewards,
+        tokenizer=resources.tokenizer,
+        phases=phases,
+    )
+    return StepSampler(
+        config,
+        run_dir,
+        sampler=sampler,
+        exemplars=exemplars,
+        batches=batches,
+        publisher=resources.publisher,
+        judges=resources.judges,
+        teachers=resources.teachers,
+        tokenizer=resources.tokenizer,
     )
 
 

@@ -70,7 +70,8 @@ class Seeding:
         for count in range(len(exemplars), 0, -1):
             token_ids = self._token_ids(prompt, exemplars[:count])
             if len(token_ids) <= room:
-                self._num_shortened += count < len(exemplars)
+                if count < len(exemplars):
+                    self._num_shortened += 1
                 return replace(prompt, token_ids=tuple(token_ids))
         self._num_no_room += 1
         return prompt

@@ -72,7 +72,7 @@ class PythonInterpreter(ToolEnvironment):
         """What the code prints, with what it raises; a cell that does not come to its end is
         forgotten. Raises Unscorable where the sandbox fails."""
         cells = [*self._cells, code]
-        if sum(map(len, cells)) > _MOST_CHARACTERS:
+        if sum(len(cell) for cell in cells) > _MOST_CHARACTERS:
             return f"error: the code of an episode may have {_MOST_CHARACTERS} characters"
         mark = secrets.token_hex(16)  # which no cell knows before it runs
         task = json.dumps({"cells": cells, "seed": self._seed, "mark": mark})

@@ -76,7 +76,8 @@ def look_at(
     state = process_state(pid)
     in_device = 0
     for file in Path(f"/proc/{pid}/task").glob("*/stat"):
-        in_device += _state_in(file) == "D"
+        if _state_in(file) == "D":
+            in_device += 1
     stack = ""
     if state and state != "Z":
         stack = _stack_by_py_spy(pid, is_stopped=state in STOPPED_STATES)

@@ -71,7 +71,7 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
     for name in found:
         if name in recorded and not name.startswith(_OTHER_EACH_TIME):
             names.append(name)
-    width = max(map(len, names), default=0)
+    width = max((len(name) for name in names), default=0)
     for name in names:
         before = recorded[name]
         now = found[name]

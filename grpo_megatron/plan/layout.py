@@ -75,7 +75,7 @@ def _search(
 
     found = []
     for sizes in (range(value - 1, 0, -1), range(value + 1, value + reach + 1)):
-        closest = next(filter(is_accepted, sizes), None)
+        closest = next((size for size in sizes if is_accepted(size)), None)
         if closest is not None:
             found.append(closest)
     return tuple(sorted(found, key=lambda size: (abs(size - value), size)))

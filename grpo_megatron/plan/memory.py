@@ -322,13 +322,20 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
         of_critic = weights_of_chunk(replace(whole, has_value_head=True), 0, 0)
         num_valued = sum(w.numel for w in of_critic)
     saved = (parameters + num_adapted) * s.symbols["element"]
+    saved += 12 * trained
+    saved += (s.symbols["element"] + 12) * num_valued
     objective = config.objective
     has_reference = objective.kl != "none" or objective.preference_weight > 0
     is_base = config.lora is not None and objective.reference_interval == 0
-    keeps_reference = has_reference and not is_base and config.trains
+    if has_reference and not is_base and config.trains:
+        saved += weights
     tokens = samples_of_step(config) * config.rollout.max_model_len
-    expert_id_bytes = 1 + (symbols["experts"] > 256)
-    routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes
+    expert_id_bytes = 1
+    if symbols["experts"] > 256:
+        expert_id_bytes = 2
+    token_bytes = 8  # id and log-prob
+    if config.records_routes:
+        token_bytes += sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes
     of_both = {}
     if num_valued:
         of_both["critic_parameters"] = num_valued
@@ -341,11 +348,8 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
         "tokens_per_step": tokens,
         "computed_tokens_per_step": _computed_tokens(config),
         "publish_bytes": weights,
-        "checkpoint_bytes": saved
-        + weights * keeps_reference
-        + 12 * trained
-        + (s.symbols["element"] + 12) * num_valued,
-        "sample_store_bytes": tokens * (8 + routes * config.records_routes),
+        "checkpoint_bytes": saved,
+        "sample_store_bytes": tokens * token_bytes,
     }
 
 

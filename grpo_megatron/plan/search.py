@@ -134,8 +134,12 @@ def _expert_bytes(facts: ModelFacts, trainer: TrainerConfig) -> float:
 
 
 def _cost(trainer: TrainerConfig, plan: Plan, gpus_per_node: int) -> float:
+    """Return what a layout costs by rules of thumb; 1 for one without any communication."""
     lost = _TENSOR_COST * math.log2(trainer.tensor_parallel_size)
     lost += _CONTEXT_COST * math.log2(trainer.context_parallel_size)
-    lost += _FAR_COST * (trainer.expert_parallel_size > gpus_per_node)
-    again = 1 + _RECOMPUTE_COST * (trainer.recompute == "full")
-    return again * (1 + lost) / (1 - plan.numbers["bubble_fraction"])
+    if trainer.expert_parallel_size > gpus_per_node:
+        lost += _FAR_COST
+    recomputed = 1.0
+    if trainer.recompute == "full":
+        recomputed += _RECOMPUTE_COST
+    return recomputed * (1 + lost) / (1 - plan.numbers["bubble_fraction"])

@@ -29,9 +29,9 @@ def step_bytes(
     trains: bool = True,
     patches: int = 0,
 ) -> dict[str, int]:
-    """Return bytes of a rank at its highest moment, for `tokens` of a full micro-batch and the `patches`
-    of its images. Where nothing is trained no layer keeps anything, and one that is computed needs
-    no more than in training.
+    """Return bytes of a rank at its highest moment, for `tokens` of a full micro-batch and the
+    `patches` of its images. Where nothing is trained no layer keeps anything, and one that is
+    computed needs no more than in training.
 
     `activations` wait for the backward, `layer`, `logits`, `embedding`, `adam` and, of a model that
     sees, `tower` are what is computed in that moment, `routing` and `communication` hold ids and
@@ -53,17 +53,7 @@ def step_bytes(
         symbols["gloo_copy"] = 4 * _largest_buffer(chunks)
     s = replace(s, symbols=symbols)
 
-    boundary = _total(FORMS["boundary"], s)
-    layers = s.layers_of_stage(stage)
-    held = boundary * s.num_chunks
-    left_over = 0
-    computes_whole_layers = t.recompute == "full" or not trains
-    if computes_whole_layers:
-        held += boundary * len(layers)
-        if trains:
-            left_over = boundary * sum(layers)  # input gradients, which dispatchers of experts keep
-    else:
-        held += sum(_kept(s, is_moe) for is_moe in layers)
+    held, working = _held_and_working(s, stage, trains=trains)
     kept_of_tower = 0
     has_tower = "seen" in s.symbols
     if has_tower and stage == 0 and trains_tower:
@@ -72,15 +62,20 @@ def step_bytes(
     waiting = 0.0
     if trains:
         waiting = in_flight(s, stage, num_microbatches)
-    is_last = stage == t.pipeline_parallel_size - 1
-    working = left_over + max(
-        _working(s, is_moe, with_kept=computes_whole_layers) for is_moe in set(layers)
-    )
+    logits = 0
+    if stage == t.pipeline_parallel_size - 1:
+        logits = _highest(FORMS["logits"], s)
+    embedding = 0
+    if stage == 0:
+        embedding = _total(FORMS["embedding"], s)
+    adam = 0
+    if trains:
+        adam = _adam(s, chunks, on_gpu=on_gpu)
     moments = {
         "layer": (waiting, working),
-        "logits": (waiting, is_last * _highest(FORMS["logits"], s)),
-        "embedding": (waiting - 1, (stage == 0) * _total(FORMS["embedding"], s)),
-        "adam": (0, trains * _adam(s, chunks, on_gpu=on_gpu)),
+        "logits": (waiting, logits),
+        "embedding": (waiting - 1, embedding),
+        "adam": (0, adam),
     }
     if has_tower:
         of_moment = 0
@@ -99,70 +94,128 @@ def step_bytes(
     return parts
 
 
+def _held_and_working(s: Sizes, stage: int, *, trains: bool) -> tuple[int, int]:
+    """Return the bytes that a stage holds of a micro-batch until its backward, and those that its
+    largest layer takes while it is computed or differentiated."""
+    boundary = _total(FORMS["boundary"], s)
+    layers = s.layers_of_stage(stage)
+    held = boundary * s.num_chunks
+    left_over = 0
+    computes_whole_layers = s.trainer.recompute == "full" or not trains
+    if computes_whole_layers:
+        held += boundary * len(layers)
+        if trains:
+            left_over = boundary * sum(layers)  # input gradients, which dispatchers of experts keep
+    else:
+        held += sum(_kept(s, is_moe) for is_moe in layers)
+    working = max(_working(s, is_moe, with_kept=computes_whole_layers) for is_moe in set(layers))
+    return held, left_over + working
+
+
 def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[str, Any]:
-    """Return what the closed forms of a step say beside the model's sizes."""
+    """Return what the closed forms of a step say beside the model's sizes.
+
+    tokens: of a row, over all context-parallel ranks."""
     t = s.trainer
-    element = s.symbols["element"]
     tp = t.tensor_parallel_size
-    pp = t.pipeline_parallel_size
-    cp = t.context_parallel_size
-    whole = tokens
-    tokens = -(-tokens // cp)
-    path_keys = 0
-    split = 0
-    if cp > 1:
-        split = tokens
-        path_keys = whole
-        if on_gpu:  # copies of two pieces' paths
-            path_keys += whole // (2 * cp)
-    keeps_paths = t.recompute != "selective"  # which gathers keys and values again
-    has_head_norm = bool(s.symbols.get("head_norm"))
-    splits_sequences = t.sp and tp > 1
+    row_tokens = tokens
+    tokens = -(-row_tokens // t.context_parallel_size)
     own = tokens
-    if splits_sequences:
+    gathered = 0
+    scattered = 0
+    if t.sp and tp > 1:  # sequence parallelism
         own = -(-tokens // tp)
-    top_k = s.symbols["top_k"] or 0
-    rows = own * top_k * t.etp
-    num_experts = (s.symbols["experts"] or 0) // t.expert_parallel_size
-    plain_norm = 8  # torch's plain norms keep float32, twice where their weight has a gradient
-    if s.lora is not None:
-        plain_norm = 4
-    norm_copy = element
+        gathered = tokens
+        scattered = own
     nccl_dimensions = 0
     if on_gpu:
-        sizes = (tp, pp, cp, t.dp, t.expert_parallel_size)
-        nccl_dimensions = sum(size > 1 for size in sizes)
-    else:
-        norm_copy = plain_norm
+        sizes = (tp, t.pipeline_parallel_size, t.context_parallel_size, t.dp)
+        nccl_dimensions = sum(size > 1 for size in (*sizes, t.expert_parallel_size))
     return {
         "tokens": tokens,
         "own": own,
+        "gathered": gathered,
+        "scattered": scattered,
+        **_path_symbols(s, row_tokens, tokens, on_gpu=on_gpu),
+        **_norm_symbols(s, on_gpu=on_gpu),
+        **_expert_symbols(s, own),
+        "later": stage > 0,
+        "chunk": min(t.logprob_chunk_tokens, tokens),
+        "keeps_logits": t.keep_logits,
+        "separate": not on_gpu,
+        "half": s.symbols["element"] < 4,
+        "again": t.recompute == "full",
+        "nccl_dimensions": nccl_dimensions,
+        "gloo_copy": 0,
+    }
+
+
+def _path_symbols(s: Sizes, row_tokens: int, tokens: int, *, on_gpu: bool) -> dict[str, int]:
+    """Return the tokens whose keys and values a context-parallel rank gathers from the others."""
+    path_keys = 0
+    split = 0
+    if s.trainer.context_parallel_size > 1:
+        split = tokens
+        path_keys = row_tokens
+        if on_gpu:  # copies of two pieces' paths
+            path_keys += row_tokens // (2 * s.trainer.context_parallel_size)
+    kept_path_keys = path_keys
+    kept_split = split
+    regathered = 0
+    if s.trainer.recompute == "selective":  # gathers keys and values again
+        kept_path_keys = 0
+        kept_split = 0
+        regathered = path_keys
+    return {
         "path_keys": path_keys,
         "split": split,
-        "kept_path_keys": path_keys * keeps_paths,
-        "kept_split": split * keeps_paths,
-        "regathered": path_keys * (not keeps_paths),
+        "kept_path_keys": kept_path_keys,
+        "kept_split": kept_split,
+        "regathered": regathered,
+    }
+
+
+def _norm_symbols(s: Sizes, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the bytes per element of what norms keep."""
+    element = s.symbols["element"]
+    plain_norm = 8  # torch's plain norms keep float32, twice where their weight has a gradient
+    if s.lora is not None:
+        plain_norm = 4
+    norm_copy = plain_norm
+    if on_gpu:
+        norm_copy = element
+    has_head_norm = bool(s.symbols.get("head_norm"))
+    qk_copies = 0
+    query_copy = 0
+    if has_head_norm and on_gpu:
+        query_copy = element
+    elif has_head_norm:
+        qk_copies = plain_norm
+    return {
         "plain": not has_head_norm,
-        "gathered": tokens * splits_sequences,
-        "scattered": own * splits_sequences,
         "norm": norm_copy + element,
-        "qk_copies": plain_norm * has_head_norm * (not on_gpu),
-        "query_copy": element * has_head_norm * on_gpu,
+        "qk_copies": qk_copies,
+        "query_copy": query_copy,
+    }
+
+
+def _expert_symbols(s: Sizes, own: int) -> dict[str, Any]:
+    """Return what experts see. own: tokens of a rank."""
+    t = s.trainer
+    top_k = s.symbols["top_k"] or 0
+    rows = own * top_k * t.etp
+    num_experts = (s.symbols["experts"] or 0) // t.expert_parallel_size
+    etp_copy = 0
+    if t.etp > 1 and s.symbols["element"] < 4:
+        etp_copy = 4
+    return {
         "permuted": own * top_k,
         "rows": rows,
         "expert_rows": rows // max(num_experts, 1),
         "several": num_experts > 1,
         "tensor_experts": t.etp > 1,
         "shared_experts": bool(s.symbols["shared"]),
-        "later": stage > 0,
-        "etp_copy": 4 * (t.etp > 1) * (element < 4),
-        "chunk": min(t.logprob_chunk_tokens, tokens),
-        "keeps_logits": t.keep_logits,
-        "separate": not on_gpu,
-        "half": element < 4,
-        "again": t.recompute == "full",
-        "nccl_dimensions": nccl_dimensions,
-        "gloo_copy": 0,
+        "etp_copy": etp_copy,
     }
 
 

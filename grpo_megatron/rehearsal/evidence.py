@@ -137,7 +137,7 @@ def _of_steps(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[Find
     compared = [record[_COMPARED] for record in records if _COMPARED in record]
     if compared:
         detail = f"largest difference {max(compared):.2g} on trained tokens"
-        holds = all(map(math.isfinite, compared))
+        holds = all(math.isfinite(value) for value in compared)
         what = "log-probs of trainer and engines were compared"
         findings.append(Finding(what, holds, detail))
     if config.routing.replay != "none":

@@ -169,7 +169,8 @@ def language_consistency(
         script = _script(letter)
         if script and (script != previous or script in _UNSPACED):
             words += 1
-            matching += script in scripts
+            if script in scripts:
+                matching += 1
         previous = script
     if words == 0:
         return 0.0

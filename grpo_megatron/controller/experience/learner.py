@@ -60,9 +60,11 @@ class PromptTeller:
         for count in range(num_lessons, 0, -1):
             token_ids = self._token_ids(prompt, count)
             if len(token_ids) <= room:
-                self.shortened += count < num_lessons
+                if count < num_lessons:
+                    self.shortened += 1
                 return replace(prompt, token_ids=tuple(token_ids))
-        self.shortened += num_lessons > 0
+        if num_lessons > 0:
+            self.shortened += 1
         return prompt
 
     def take_shortened(self) -> int:

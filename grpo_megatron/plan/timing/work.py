@@ -186,7 +186,11 @@ def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
         of_all, of_own = matrix_elements(s, is_moe=is_moe)
         expert_flops = 0.0
         held = of_all + of_own
+        dense_layers = count
+        moe_layers = 0
         if is_moe:
+            dense_layers = 0
+            moe_layers = count
             rows = own_tokens * s.symbols["top_k"] * t.etp
             expert_flops = 2 * expert_elements(s) * rows
             held += expert_elements(s) * (s.symbols["experts"] // t.expert_parallel_size)
@@ -196,8 +200,8 @@ def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
             attention_flops=count * s.symbols["heads"] * attention_widths(s) * squares,
             weight_bytes=count * held * element,
             kept_bytes=count * kept_bytes(s, max(round(batch.tokens), 1), is_moe=is_moe),
-            dense_layers=count * (not is_moe),
-            moe_layers=count * is_moe,
+            dense_layers=dense_layers,
+            moe_layers=moe_layers,
         )
     return total
 

@@ -171,7 +171,7 @@ def _uneven_collectives() -> None:
                 tensor, group, output_split_sizes, use_global_buffer
             )
             return gathered
-        sizes = list(map(int, output_split_sizes))
+        sizes = [int(size) for size in output_split_sizes]
         out = tensor.new_empty([sum(sizes), *tensor.shape[1:]])
         copies = torch.cat([tensor] * group.size())
         dist.all_to_all_single(out, copies, sizes, [tensor.shape[0]] * group.size(), group=group)
@@ -191,7 +191,7 @@ def _uneven_collectives() -> None:
             return scattered
         total = tensor.clone()
         dist.all_reduce(total, group=group)
-        parts: tuple[torch.Tensor, ...] = total.split(list(map(int, input_split_sizes)))
+        parts: tuple[torch.Tensor, ...] = total.split([int(size) for size in input_split_sizes])
         return parts[group.rank()].clone()
 
     mappings._gather_along_first_dim = gather

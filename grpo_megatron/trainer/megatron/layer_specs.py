@@ -52,7 +52,10 @@ def block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage
         )
         # layers of a kind may have one specification between them
-        attentions = {id(layer): layer for layer in map(_attention_of, block.layer_specs)}
+        attentions = {}
+        for layer in block.layer_specs:
+            attention = _attention_of(layer)
+            attentions[id(attention)] = attention
         for attention in attentions.values():
             if torch_attention:
                 attention.core_attention = PackedAttention

@@ -282,20 +282,9 @@ class Training:
         columns = {}
         if "token_ids" in self.needs:
             columns["token_ids"] = torch.from_numpy(self.table.all_policy_ids()).long()
-        if "old_logprobs" in self.needs:
-            columns["old_logprobs"] = self._gathered(_old_untruncated)
-        if "sampled_logprobs" in self.needs:
-            columns["sampled_logprobs"] = self._gathered(_old_sampled)
-        if "entropies" in self.needs:
-            columns["entropies"] = self._gathered(_old_entropies)
-        if "squared_probs" in self.needs:
-            columns["squared_probs"] = self._gathered(_old_squared_probs)
-        if "rollout_logprobs" in self.needs:
-            columns["rollout_logprobs"] = self._gathered(_rollout)
-        if "ref_logprobs" in self.needs:
-            columns["ref_logprobs"] = self._gathered(_reference)
-        if "values" in self.needs:
-            columns["values"] = self._gathered(_values)
+        for name, column in _COLUMNS.items():
+            if name in self.needs:
+                columns[name] = self._gathered(column)
         return columns
 
     def _gathered(self, column: Callable[[MicroBatch], torch.Tensor]) -> torch.Tensor:
@@ -552,6 +541,19 @@ def _values(microbatch: MicroBatch) -> torch.Tensor:
     """Return the critic's values, which a rule asks for where advantages need them."""
     assert microbatch.values is not None
     return microbatch.values
+
+
+_COLUMNS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
+    "old_logprobs": _old_untruncated,
+    "sampled_logprobs": _old_sampled,
+    "entropies": _old_entropies,
+    "squared_probs": _old_squared_probs,
+    "rollout_logprobs": _rollout,
+    "ref_logprobs": _reference,
+    "values": _values,
+}
+"""Where each token column of a `SampleBatch` is in a micro-batch. Equal on all ranks in its order,
+for a column is gathered by all of them together."""
 
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:
