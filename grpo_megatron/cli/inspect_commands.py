@@ -124,56 +124,63 @@ def evaluate(
     typer.echo(json.dumps(evaluate_case(objective_of_case, case)))
 
 
+Search = Annotated[
+    str | None,
+    typer.Option(
+        "--search",
+        metavar="NODESxGPUS",
+        help="Split nodes between training and generation by predicted time; rank trainer "
+        "layouts of one node, or of GPUs that both share.",
+    ),
+]
+Device = Annotated[str, typer.Option(help="GPU, for example h200.")]
+CompareWith = Annotated[
+    str | None,
+    typer.Option(
+        "--compare",
+        metavar="ppo",
+        help="Memory of PPO's models beside GRPO's; also of a model preset, 7b, 13b or 70b.",
+    ),
+]
+Trace = Annotated[
+    bool,
+    flag("trace", "Run the trainer's own step at real sizes without memory, and compare; minutes."),
+]
+LengthsFile = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="FILE",
+        help="Lengths for the predicted time: a line a sample, tokens of its answer, or of "
+        "prompt and answer.",
+    ),
+]
+AnswerTokens = Annotated[
+    float | None,
+    typer.Option(help="Mean tokens of an answer; lengths are log-normal around it."),
+]
+PromptTokens = Annotated[float | None, typer.Option(help="Mean tokens of a prompt.")]
+Constants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--constant",
+        metavar="NAME=VALUE",
+        help="A constant of the predicted time as measured by you; --json lists them.",
+    ),
+]
+
+
 def plan(
     recipe: Source,
     overrides: Overrides = None,
-    search: Annotated[
-        str | None,
-        typer.Option(
-            "--search",
-            metavar="NODESxGPUS",
-            help="Split nodes between training and generation by predicted time; rank trainer "
-            "layouts of one node, or of GPUs that both share.",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="GPU, for example h200.")] = DEFAULT_DEVICE,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            "--compare",
-            metavar="ppo",
-            help="Memory of PPO's models beside GRPO's; also of a model preset, 7b, 13b or 70b.",
-        ),
-    ] = None,
-    trace: Annotated[
-        bool,
-        flag(
-            "trace",
-            "Run the trainer's own step at real sizes without memory, and compare; minutes.",
-        ),
-    ] = False,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--lengths",
-            metavar="FILE",
-            help="Lengths for the predicted time: a line a sample, tokens of its answer, or of "
-            "prompt and answer.",
-        ),
-    ] = None,
-    answer_tokens: Annotated[
-        float | None,
-        typer.Option(help="Mean tokens of an answer; lengths are log-normal around it."),
-    ] = None,
-    prompt_tokens: Annotated[float | None, typer.Option(help="Mean tokens of a prompt.")] = None,
-    constant: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--constant",
-            metavar="NAME=VALUE",
-            help="A constant of the predicted time as measured by you; --json lists them.",
-        ),
-    ] = None,
+    search: Search = None,
+    device: Device = DEFAULT_DEVICE,
+    compare: CompareWith = None,
+    trace: Trace = False,
+    lengths: LengthsFile = None,
+    answer_tokens: AnswerTokens = None,
+    prompt_tokens: PromptTokens = None,
+    constant: Constants = None,
     as_json: Json = False,
 ) -> None:
     """Memory by component, predicted seconds by phase, tokens per second, MFU, cost, bubble, bytes;
@@ -191,16 +198,9 @@ def plan(
         _refuse("--compare", {"--search": search, **of_time})
         _compare(recipe, overrides or [], compare, as_json)
         return
-    from grpo_megatron.cli.predict_plan import Predictor, print_prediction
-    from grpo_megatron.config.suggest import did_you_mean
-    from grpo_megatron.plan.memory import plan_of
+    from grpo_megatron.cli.predict_plan import Predictor
 
-    if device not in DEVICES["memory"]:
-        raise ConfigError(
-            f"no device is called {device!r}",
-            where="--device",
-            remedy=did_you_mean(device, DEVICES["memory"]),
-        )
+    _refuse_unknown_device(device)
     config = resolve_any(recipe, overrides or []).config
     print_advice(config)
     predictor = Predictor(
@@ -214,6 +214,25 @@ def plan(
     if search:
         _search(config, search, predictor, as_json)
         return
+    _print_plan(recipe, config, predictor, device, as_json)
+
+
+def _refuse_unknown_device(device: str) -> None:
+    from grpo_megatron.config.suggest import did_you_mean
+
+    if device not in DEVICES["memory"]:
+        raise ConfigError(
+            f"no device is called {device!r}",
+            where="--device",
+            remedy=did_you_mean(device, DEVICES["memory"]),
+        )
+
+
+def _print_plan(recipe: str, config: Any, predictor: Any, device: str, as_json: bool) -> None:
+    """Print the plan of a recipe. Raises ConfigError, after that, where the recipe does not fit."""
+    from grpo_megatron.cli.predict_plan import print_prediction
+    from grpo_megatron.plan.memory import plan_of
+
     found = plan_of(config, device)
     if as_json:
         publish = {**asdict(found.publish), "seconds": found.publish.seconds}
@@ -280,7 +299,7 @@ def _compare(source: str, overrides: list[str], other: str, as_json: bool) -> No
 def _print(found: Any) -> None:
     rows = []
     for rank in found.stages:
-        parts = map(format_size, rank.parts.values())
+        parts = [format_size(num_bytes) for num_bytes in rank.parts.values()]
         rows.append((str(rank.stage), str(rank.rank), *parts, format_size(rank.total)))
     print_table(("stage", "rank", *found.worst.parts, "total"), rows, labelled=True)
     usable = "not known"
@@ -288,8 +307,10 @@ def _print(found: Any) -> None:
         usable = format_size(found.usable_bytes)
     engine = []
     for name, number in found.engine.items():
-        is_count = name == "kv_tokens"
-        engine.append(f"{name} {number}" if is_count else f"{name} {format_size(number)}")
+        size = format_size(number)
+        if name == "kv_tokens":
+            size = str(number)
+        engine.append(f"{name} {size}")
     lines = {
         "fullest rank": f"{found.worst.rank}: {format_size(found.worst.total)}, usable: {usable}",
         "engine": ", ".join(engine),
@@ -362,5 +383,5 @@ def print_table(
         style = None
         if dim and row[-1] == dim:
             style = "dim"
-        table.add_row(*map(Text, row), style=style)
+        table.add_row(*(Text(cell) for cell in row), style=style)
     console.print(table)

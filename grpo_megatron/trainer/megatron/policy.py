@@ -239,16 +239,7 @@ def build_policy(
     config = transformer_config(hf, layout)
     if router_policy != "none" or lora is not None:
         config.moe_router_bias_update_rate = 0.0
-    distributed = layout.distributed_optimizer
-    overlaps = layout.overlap_communication
-    if overlaps is None:
-        overlaps = HAS_CUDA
-    ddp_config = ddp.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=distributed,
-        overlap_grad_reduce=overlaps,
-        overlap_param_gather=overlaps and distributed,
-    )
+    ddp_config = _ddp_config(layout)
     chunks = []
     for index, model in enumerate(
         build_models(config, hf, layout, has_reward_head=has_reward_head)
@@ -270,24 +261,8 @@ def build_policy(
         if ddp_config.overlap_param_gather:
             model.await_weight = _GatheredWeight(chunk)
         chunks.append(chunk)
-    offloading: dict[str, Any] = {}
-    if layout.offload_optimizer and HAS_CUDA:
-        offloading = host_optimizer.SETTINGS
     megatron_optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=optimizer.lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.beta1,
-            adam_beta2=optimizer.beta2,
-            adam_eps=optimizer.eps,
-            clip_grad=optimizer.clip_grad,
-            use_distributed_optimizer=distributed,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            **offloading,
-        ),
-        chunks,
+        _optimizer_config(optimizer, layout, config), chunks
     )
     config.grad_scale_func = megatron_optimizer.scale_loss
     config.finalize_model_grads_func = _finalize_gradients
@@ -308,6 +283,41 @@ def _finalize_gradients(
     ddp.finalize_model_grads(chunks, *arguments, **settings)
     models: list[PolicyModel] = unwrap_model(chunks)
     sum_tower_gradients(model.visual for model in models if model.image_features is not None)
+
+
+def _ddp_config(layout: TrainerConfig) -> ddp.DistributedDataParallelConfig:
+    """Say how gradients are reduced and weights gathered; by default beside computing on a GPU."""
+    overlaps = layout.overlap_communication
+    if overlaps is None:
+        overlaps = HAS_CUDA
+    return ddp.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps and layout.distributed_optimizer,
+    )
+
+
+def _optimizer_config(
+    optimizer: OptimizerConfig, layout: TrainerConfig, config: TransformerConfig
+) -> MegatronOptimizerConfig:
+    """Translate the recipe's optimizer to Megatron's settings."""
+    offloading: dict[str, Any] = {}
+    if layout.offload_optimizer and HAS_CUDA:
+        offloading = host_optimizer.SETTINGS
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        **offloading,
+    )
 
 
 @dataclass(frozen=True)

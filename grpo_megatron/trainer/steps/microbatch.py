@@ -149,6 +149,35 @@ class UpdateBatch:
         return float(len(self.microbatches) * num_replicas)
 
 
+@dataclass
+class _Sequences:
+    """What a table has of some rows, one entry for each."""
+
+    token_ids: list[np.ndarray] = field(default_factory=list)  # prompt and completion
+    policy_places: list[np.ndarray] = field(default_factory=list)  # of policy tokens among these
+    targets: list[np.ndarray] = field(default_factory=list)  # the policy tokens
+    rollout_logprobs: list[np.ndarray] = field(default_factory=list)  # theirs, of the engine
+    masks: list[SamplingMask | None] = field(default_factory=list)  # theirs, where known
+
+
+def _read_sequences(table: SampleTable, table_rows: np.ndarray) -> _Sequences:
+    """Read the rows (int64) of a recorded step."""
+    found = _Sequences()
+    for row in table_rows.tolist():
+        prompt = table.prompt_ids(row)
+        completion, logprobs = table.completion(row)
+        of_policy = table.policy_places(row)
+        mask = table.kept(row)
+        if mask is not None:
+            mask = mask.of(of_policy)
+        found.token_ids.append(np.concatenate([prompt, completion]))
+        found.policy_places.append(len(prompt) + of_policy)
+        found.targets.append(completion[of_policy])
+        found.rollout_logprobs.append(logprobs[of_policy])
+        found.masks.append(mask)
+    return found
+
+
 def build_microbatch(
     index: int,
     table: SampleTable,
@@ -159,31 +188,17 @@ def build_microbatch(
     paths: SamplePaths | None = None,
     context: ContextRank | None = None,
 ) -> MicroBatch:
-    """Pack `table_rows`; pad the total to a multiple of `pad_to` with a sequence of its own.
+    """Pack `table_rows`, int64; pad the total to a multiple of `pad_to` with a sequence of its own.
 
     index: position in the rank's plan; paths: what these samples share, by default nothing;
     context: which part of the row is computed here, by default all; `pad_to` is a multiple of its
     size. Without rows there is nothing but padding."""
     if context is None:
         context = ContextRank()
-    sequences = []
-    places = []  # of policy tokens, in their sequences
-    targets = []
-    rollout_logprobs = []
-    masks = []
-    for row in table_rows.tolist():
-        prompt = table.prompt_ids(row)
-        completion, logprobs = table.completion(row)
-        sequences.append(np.concatenate([prompt, completion]))
-        of_policy = table.policy_places(row)
-        places.append(len(prompt) + of_policy)
-        targets.append(completion[of_policy])
-        rollout_logprobs.append(logprobs[of_policy])
-        kept_sets = table.kept(row)
-        if kept_sets is not None:
-            kept_sets = kept_sets.of(of_policy)
-        masks.append(kept_sets)
-    lengths = [len(sequence) for sequence in sequences]
+    sequences = _read_sequences(table, table_rows)
+    targets = sequences.targets
+    rollout_logprobs = sequences.rollout_logprobs
+    lengths = [len(token_ids) for token_ids in sequences.token_ids]
     if paths is None:
         paths = SamplePaths.without_sharing(np.array(lengths, np.int64))
     split = split_row(lay_out(paths), context.size, pad_to // context.size)
@@ -191,9 +206,11 @@ def build_microbatch(
     own_tokens = split.own(context.rank)
     tokens = np.zeros(tree.num_tokens, np.int64)
     rows = []
-    for sequence, of_policy, token_rows in zip(sequences, places, tree.token_rows, strict=True):
-        tokens[token_rows] = sequence
-        rows.append(token_rows[of_policy - 1])
+    for token_ids, places, token_rows in zip(
+        sequences.token_ids, sequences.policy_places, tree.token_rows, strict=True
+    ):
+        tokens[token_rows] = token_ids
+        rows.append(token_rows[places - 1])
     counts = np.array([len(target) for target in targets], np.int64)
     episodes = table.episode[table_rows]
     starts_sample = np.diff(episodes, prepend=-1) != 0  # rows of an episode are neighbours
@@ -201,8 +218,8 @@ def build_microbatch(
 
     flat = partial(_flat, device)
     kept = None
-    if any(mask is not None for mask in masks):
-        token, ids, known = _joined_masks(masks, targets)
+    if any(mask is not None for mask in sequences.masks):
+        token, ids, known = _joined_masks(sequences.masks, targets)
         usable = np.where(known, np.concatenate(rollout_logprobs), -np.inf)
         rollout_logprobs = [usable]
         kept = KeptIds(
