@@ -155,7 +155,7 @@ def step(config: RunConfig, policy: Policy, table: SampleTable) -> tuple[float, 
     """Take a step; return its seconds of the processor, and the norm of its gradient."""
     references = References(config)
     if references.wanted:
-        references.take(policy)
+        references.snapshot(policy)
     started = time.process_time()
     report = Training(config, policy, references, table, {}).run(0, 1)
     seconds = time.process_time() - started

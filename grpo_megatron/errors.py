@@ -46,7 +46,7 @@ def raised_as(
         place = None
         if where:
             place = str(where)
-        raise kind(f"{what}: {_told(error)}", where=place, remedy=remedy) from error
+        raise kind(f"{what}: {_message_of(error)}", where=place, remedy=remedy) from error
 
 
 def as_own_error(error: BaseException, other: type[GrpoMegatronError]) -> GrpoMegatronError:
@@ -82,7 +82,7 @@ def raise_described(described: Mapping[str, Any], other: type[GrpoMegatronError]
     raise cls(described["message"], where=described["where"], remedy=described["remedy"])
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """Return what an error says, without its place and remedy."""
     if isinstance(error, GrpoMegatronError):
         return error.message

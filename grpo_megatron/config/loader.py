@@ -14,7 +14,7 @@ from grpo_megatron.config.keys import KeyPath, dotted, leaves
 from grpo_megatron.config.objective import PRESETS, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.overlay import DEFAULT, ConfigOverlay, Origin, apply_overrides
 from grpo_megatron.config.presets import ModelPreset, load_preset, preset_names
-from grpo_megatron.config.problems import Problem
+from grpo_megatron.config.problems import ConfigProblem
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_recipe_chain
 from grpo_megatron.config.validation import Check, valid
@@ -158,7 +158,7 @@ def _full_key(text: str, domains: Sequence[str]) -> str:
 
 def _assemble(
     preset: ModelPreset | None, chain: Sequence[TomlFile], overrides: Sequence[str]
-) -> tuple[ConfigOverlay, list[Problem]]:
+) -> tuple[ConfigOverlay, list[ConfigProblem]]:
     """Merge all layers, lowest first; returns also what could not be placed."""
     overlay = ConfigOverlay()
     if preset:
@@ -186,7 +186,7 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
 
 
 def _finish(
-    overlay: ConfigOverlay, problems: Sequence[Problem], checks: Sequence[Check], recipe: str
+    overlay: ConfigOverlay, problems: Sequence[ConfigProblem], checks: Sequence[Check], recipe: str
 ) -> ResolvedConfig:
     config = valid(overlay, problems, checks, recipe)
     preset = config.objective.preset

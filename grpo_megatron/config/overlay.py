@@ -10,7 +10,7 @@ from typing import Any, Literal, get_origin
 
 from grpo_megatron.config import schema
 from grpo_megatron.config.keys import KeyPath, dotted, nearest_above, nodes, split_key
-from grpo_megatron.config.problems import Problem
+from grpo_megatron.config.problems import ConfigProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ConfigOverlay:
         return nearest_above(path, self.origins) or DEFAULT
 
 
-def apply_overrides(overlay: ConfigOverlay, texts: Sequence[str]) -> list[Problem]:
+def apply_overrides(overlay: ConfigOverlay, texts: Sequence[str]) -> list[ConfigProblem]:
     """Set each `key=value` in the tree, in order; what cannot be set becomes a problem."""
     problems = []
     for text in texts:
@@ -82,7 +82,7 @@ def apply_overrides(overlay: ConfigOverlay, texts: Sequence[str]) -> list[Proble
     return problems
 
 
-def _apply(overlay: ConfigOverlay, text: str) -> Problem | None:
+def _apply(overlay: ConfigOverlay, text: str) -> ConfigProblem | None:
     key, equals, raw = text.partition("=")
     origin = Origin("flag", text)
     keys: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def _apply(overlay: ConfigOverlay, text: str) -> Problem | None:
         if equals:
             keys = split_key(key)
     if not keys:
-        return Problem(
+        return ConfigProblem(
             key or text,
             "is not a key=value override",
             str(origin),
@@ -110,7 +110,7 @@ def _apply(overlay: ConfigOverlay, text: str) -> Problem | None:
     try:
         value = _value_of(raw, path)
     except ValueError as error:
-        return Problem(
+        return ConfigProblem(
             dotted(path),
             f"is not valid TOML: {error}",
             str(origin),
@@ -135,20 +135,20 @@ def _child(overlay: ConfigOverlay, node: Any, path: KeyPath, origin: Origin) -> 
 
 def _misplaced(
     overlay: ConfigOverlay, keys: Sequence[str], path: KeyPath, node: Any, raw: str, origin: Origin
-) -> Problem:
+) -> ConfigProblem:
     name = dotted(path)
     key = ".".join(keys)
     if isinstance(node, list):
         rest = keys[len(path) + 1 :]
         valid = tuple(dotted((*path, index, *rest)) for index in range(min(len(node), 4)))
-        return Problem(
+        return ConfigProblem(
             key,
             f"{name} has {len(node)} element(s), counted from 0",
             str(origin),
             nearest=valid,
             remedy=f"use an index that exists, or set the whole list: {name}=[…]",
         )
-    return Problem(
+    return ConfigProblem(
         key,
         f"{name} is a single value, not a table",
         str(origin),

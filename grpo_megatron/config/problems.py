@@ -12,7 +12,7 @@ from grpo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong with a recipe, told without its secrets."""
 
     key: str
@@ -54,7 +54,9 @@ class Problem:
 class InvalidConfigError(ConfigError):
     """Everything that is wrong; `message` is a headline, or all if there are no `problems`."""
 
-    def __init__(self, message: str, *, problems: Sequence[Problem] = (), **details: str | None):
+    def __init__(
+        self, message: str, *, problems: Sequence[ConfigProblem] = (), **details: str | None
+    ):
         numbered = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         super().__init__("\n".join([message, *numbered]), **details)
         self.problems = tuple(problems)

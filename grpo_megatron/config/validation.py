@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from grpo_megatron.config import schema
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
 from grpo_megatron.config.overlay import DEFAULT, ConfigOverlay, Origin
-from grpo_megatron.config.problems import InvalidConfigError, Problem, as_toml
+from grpo_megatron.config.problems import ConfigProblem, InvalidConfigError, as_toml
 from grpo_megatron.config.rules.check import check_rules
 from grpo_megatron.config.rules.rule_set import Violation
 from grpo_megatron.config.run import RunConfig
@@ -45,7 +45,7 @@ Check = Callable[[RunConfig], list[Violation]]  # of a whole, well-typed configu
 
 
 def valid(
-    overlay: ConfigOverlay, problems: Sequence[Problem], checks: Sequence[Check], source: str
+    overlay: ConfigOverlay, problems: Sequence[ConfigProblem], checks: Sequence[Check], source: str
 ) -> RunConfig:
     """Return the configuration of `overlay`; InvalidConfigError with the `problems` so far and
     everything else that is wrong.
@@ -122,12 +122,12 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
     return tree
 
 
-def _problem_of(error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
+def _problem_of(error: Mapping[str, Any], overlay: ConfigOverlay) -> ConfigProblem:
     known = {"extra_forbidden": _unknown_key, "missing": _missing_key}
     return known.get(error["type"], _wrong_value)(error["loc"], error, overlay)
 
 
-def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
+def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> ConfigProblem:
     near = schema.nearest_keys(path)
     value = error["input"]
     full = path
@@ -142,7 +142,7 @@ def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
     else:
         parent = dotted(path[:-1]) or "the top level"
         fix = f"valid keys of {parent}: " + ", ".join(schema.keys_of(path[:-1]))
-    return Problem(
+    return ConfigProblem(
         dotted(full),
         "unknown key",
         str(overlay.origin(full)),
@@ -152,13 +152,13 @@ def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
     )
 
 
-def _missing_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
+def _missing_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> ConfigProblem:
     where = ""
     if len(path) > 1:
         where = str(overlay.origin(path[:-1]))
     if where == "default":
         where = ""
-    return Problem(
+    return ConfigProblem(
         dotted(path),
         "is required",
         where,
@@ -167,7 +167,7 @@ def _missing_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
     )
 
 
-def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
+def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> ConfigProblem:
     kind = error["type"]
     value = error["input"]
     context = error.get("ctx", {})
@@ -187,7 +187,7 @@ def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
     remedy = ""
     if near:
         remedy = f"set {key}={near[0]}"
-    return Problem(
+    return ConfigProblem(
         key,
         message,
         str(overlay.origin(path)),
@@ -220,7 +220,7 @@ def _meant(value: Any, kind: str) -> list[str]:
 
 def _problem_of_violation(
     violation: Violation, config: RunConfig, overlay: ConfigOverlay
-) -> Problem:
+) -> ConfigProblem:
     near = []
     for valid_value in violation.nearest:
         if not isinstance(valid_value, str):
@@ -237,7 +237,7 @@ def _problem_of_violation(
     remedy = violation.remedy
     if near and not remedy:
         remedy = f"set {violation.key}={near[0]}"
-    return Problem(
+    return ConfigProblem(
         violation.key,
         violation.message,
         str(_own_origin(violation.key, overlay)),

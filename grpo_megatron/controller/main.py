@@ -20,7 +20,7 @@ from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError, as_ow
 def main(run_path: str, attempt: str) -> int:
     """Run the run in `run_path` to its end; returns the exit code."""
     claim_stdout()  # before any library can print
-    stop = Stop()
+    stop = StopSignal()
     from grpo_megatron import progress
     from grpo_megatron.config.loader import read_resolved
     from grpo_megatron.controller.run import run
@@ -47,7 +47,7 @@ def main(run_path: str, attempt: str) -> int:
     return 0
 
 
-class Stop:
+class StopSignal:
     """Before the first training step nothing is lost: the process ends. Then its loop is told."""
 
     def __init__(self) -> None:

@@ -105,19 +105,20 @@ class Publisher:
         while True:
             async with self._changing:
                 if self._is_settled:
-                    await self._bring(client)
+                    await self._send_present_weights(client)
                     self.engines.join(index, client)
                     self.unchecked.add(index)
                     return
             await asyncio.sleep(_LOOK_S)
 
-    async def let_go(self, index: int) -> None:
+    async def remove(self, index: int) -> None:
         """Take an engine out of the run, while no weights are on their way."""
         async with self._changing:
-            self.engines.let_go(index)
+            self.engines.remove(index)
             self.unchecked.discard(index)
 
-    async def _bring(self, client: EngineClient) -> None:
+    async def _send_present_weights(self, client: EngineClient) -> None:
+        """Send the present weights to one engine, and require those of the others."""
         control = self._new_control([client])
         try:
             await self._open_streams(control)
@@ -240,7 +241,7 @@ class Publisher:
             links.update(found)
 
         await control.prepare(streams, join)
-        _tell("weights", links)
+        _print_links("weights", links)
 
     async def _open_adapter_streams(
         self, control: EngineControl, adapters: Sequence[TensorEntry]
@@ -259,7 +260,7 @@ class Publisher:
             links.update(found)
 
         await control.prepare(streams, join, {"rank": lora.rank, "scale": lora.scale})
-        _tell("adapters", links)
+        _print_links("adapters", links)
 
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
         """Go on with the engines that still answer, or return. If none has died, raise the
@@ -342,7 +343,7 @@ class Publisher:
         return found.metrics
 
 
-def _tell(what: str, links: Mapping[LinkKind, int]) -> None:
+def _print_links(what: str, links: Mapping[LinkKind, int]) -> None:
     """Print how many links there are, and what carries them."""
     told = ", ".join(f"{count} by {kind}" for kind, count in sorted(links.items()))
     print(f"{what}: {sum(links.values())} links from trainer to engines: {told}", flush=True)

@@ -32,7 +32,7 @@ class Rejoining:
 
     A replica gets the weights of the others (`Publisher.join`) before it is asked anything. One
     that is to leave gets no new requests, answers those that it has, and is let go between two
-    publishes (`Publisher.let_go`); then the supervisor is told `left` and ends it."""
+    publishes (`Publisher.remove`); then the supervisor is told `left` and ends it."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class Rejoining:
             replica.is_leaving = True
             while replica.is_alive and (replica.in_flight or replica in self._engines.taking):
                 await asyncio.sleep(_LOOK_S)
-        await self._publisher.let_go(index)
-        self._workers.let_go(index)
+        await self._publisher.remove(index)
+        self._workers.remove(index)
         show("left", engine=index)
 
     # --- those that are to be there

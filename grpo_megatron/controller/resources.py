@@ -69,7 +69,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
         preferences = None
         if config.trains_preferences:
             preferences = load_preferences(config, tokenizer, recorded_answers(config, tokenizer))
-            _tell_dropped(preferences)
+            _show_dropped(preferences)
             splits = preferences.splits
         else:
             keep = ImageFolder(run_dir.images).keep
@@ -134,7 +134,7 @@ async def _find_reward_hosts(config: RunConfig, run_dir: RunDir) -> list[Endpoin
     return hosts
 
 
-def _tell_dropped(preferences: Preferences) -> None:
+def _show_dropped(preferences: Preferences) -> None:
     """Say which rows are not trained."""
     if preferences.dropped:
         show("message", text="not trained: " + "; ".join(preferences.dropped))

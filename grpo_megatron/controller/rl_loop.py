@@ -24,7 +24,7 @@ from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import prune_store, starting_steps
 from grpo_megatron.controller.rollout_batch import RecordedStep, StepSource
 from grpo_megatron.controller.sampling_chain import SamplingChain
-from grpo_megatron.controller.staleness_watch import StalenessWatch, TrainerSeconds
+from grpo_megatron.controller.staleness_watch import StalenessWatch, TrainedSeconds
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.errors import EngineError, GrpoMegatronError, MismatchError
@@ -135,10 +135,10 @@ class RLLoop:
         report = await self._train(recorded)
         if self.ahead and self.config.publish.pause == "wait":
             # where no engine is alive, one may return only with the new weights
-            await self.chain.finish_running(lambda: bool(self._publisher.engines.alive))
+            await self.chain.drain(lambda: bool(self._publisher.engines.alive))
         if not self.config.uses_dataset:
             await self._publish(step, more=more)
-        self.chain.go_on()
+        self.chain.resume()
         await self._finish(recorded, report)
 
     async def _collect(self, sampling: Awaitable[RecordedStep]) -> RecordedStep:
@@ -312,7 +312,7 @@ class RLLoop:
         metrics["time/step_s"] = sum(seconds.values())
         now = time.monotonic()
         metrics |= idle_shares(seconds, now - self._step_began)
-        of_trainer = TrainerSeconds(
+        of_trainer = TrainedSeconds(
             train_s=seconds.get("train", 0.0),
             publish_s=self._pause_s,
             check_s=self._check_s,

@@ -103,20 +103,20 @@ class Run:
 
     async def run(self) -> bool:
         """Run to the end (see the function `run`)."""
-        _tell_unused(self.config)
+        _show_unused_setting(self.config)
         if self.resources.preferences is not None:
             await self._prepare_preferences(self.resources.preferences)
         state = await self._restore()
         if state is None:
             state = await self._begin()
         if state is None:
-            self._tell_stopped("in the cold start")
+            self._show_stopped("in the cold start")
             return False
         began = time.monotonic() - state.seconds  # earlier attempts count
         if self.config.trains:
             state = await self._train(state)
             if state.step < self.config.num_steps:
-                self._tell_stopped(f"after {state.step} steps")
+                self._show_stopped(f"after {state.step} steps")
                 return False
             await self._export()
         await self.resources.publisher.ensure_version(state.step)
@@ -282,11 +282,11 @@ class Run:
         if self.config.kind == "experience":
             step = await self._take_lesson_steps(settings, teller)
             if step < self.config.num_steps:
-                self._tell_stopped(f"after {step} steps")
+                self._show_stopped(f"after {step} steps")
                 return None
             state = replace(state, step=step)
             show("message", text=f"{len(library.lessons)} lessons: {self.run_dir.experience}")
-        return state, [teller.told(prompt) for prompt in self.resources.splits.heldout]
+        return state, [teller.with_lessons(prompt) for prompt in self.resources.splits.heldout]
 
     async def _take_lesson_steps(self, settings: ExperienceConfig, teller: PromptTeller) -> int:
         """Take the steps; returns how many were taken, over all attempts."""
@@ -360,7 +360,7 @@ class Run:
                 remedy=f"train more, or lower the gate; the weights are in {self.run_dir.export}",
             )
 
-    def _tell_stopped(self, when: str) -> None:
+    def _show_stopped(self, when: str) -> None:
         show("message", text=f"stopped {when}; grpo-megatron resume {self.run_dir.root}")
 
 
@@ -456,7 +456,7 @@ def new_sampler(config: RunConfig, splits: Splits) -> PromptSampler:
     )
 
 
-def _tell_unused(config: RunConfig) -> None:
+def _show_unused_setting(config: RunConfig) -> None:
     """Say which setting of an older recipe decides nothing any more."""
     default = ObjectiveConfig.model_fields["correct_threshold"].default
     if config.objective.correct_threshold != default:

@@ -58,15 +58,15 @@ class SamplingChain:
         self.ask(step, step)
         return self._asked.pop(step).task
 
-    async def finish_running(self, is_worth_waiting: Callable[[], bool]) -> None:
-        """Let no step begin until `go_on`, and wait until those that are sampled are recorded, or
-        until there is nothing to wait for."""
+    async def drain(self, is_worth_waiting: Callable[[], bool]) -> None:
+        """Let no step begin until `resume`, and wait until the running ones are recorded, or until
+        there is nothing to wait for."""
         self._may_begin.clear()
         while self._tasks_running() and is_worth_waiting():
             await asyncio.wait(self._tasks_running(), timeout=_LOOK_S)
 
-    def go_on(self) -> None:
-        """Let steps begin."""
+    def resume(self) -> None:
+        """Let steps begin again, after `drain`."""
         self._may_begin.set()
 
     async def close(self) -> None:

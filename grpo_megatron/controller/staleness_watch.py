@@ -39,7 +39,7 @@ class SampledSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSeconds:
+class TrainedSeconds:
     """How long the trainer took for a step."""
 
     train_s: float
@@ -56,7 +56,7 @@ class _Taken:
     """A step that was sampled and trained."""
 
     sampling: SampledSeconds
-    trainer: TrainerSeconds
+    trainer: TrainedSeconds
 
 
 def answers_of(groups: Sequence[ScoredGroup]) -> tuple[float, ...]:
@@ -90,7 +90,7 @@ class StalenessWatch:
         self,
         sampled: Mapping[str, float],
         sampling: SampledSeconds | None,
-        trainer: TrainerSeconds,
+        trainer: TrainedSeconds,
     ) -> dict[str, float]:
         """Return seen and predicted staleness, and idle shares; empty where rollouts do not run
         ahead. sampled: metrics of the step, with `staleness/K`."""

@@ -60,7 +60,7 @@ class _Running:
     is_late: bool = False
 
 
-class Worker:
+class EnvironmentWorker:
     """Runs episodes until the input ends."""
 
     def __init__(self, bound: BoundEnvironment, begin: Begin, writer: asyncio.StreamWriter):
@@ -205,7 +205,7 @@ async def serve(link: int) -> None:
         await writer.drain()
         return
     writer.write(line(Ready()))
-    await Worker(bound, begin, writer).serve(reader)
+    await EnvironmentWorker(bound, begin, writer).serve(reader)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ class Failures:
         self._in_a_row[kind] += 1
         self._last = reason
 
-    def tell(self, step: Step) -> None:
+    def count_end(self, step: Step) -> None:
         """Count an episode that this step has ended, if it has."""
         if step.spoilt:
             self.add("spoilt", "the environment says that the episode is spoilt")

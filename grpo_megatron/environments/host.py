@@ -212,7 +212,7 @@ class EnvironmentProcess:
         if not was_running:
             return
         if reason == "its process ended":
-            reason = f"its process ended ({_told(exit_code)})"
+            reason = f"its process ended ({_end_in_words(exit_code)})"
         if reason != "its host was closed":
             self.failures.add("ends", reason)
         waiting = self._waiting
@@ -286,7 +286,7 @@ class HostedEnvironment:
         assert self._process is not None, "reset comes first"
         request = Act(self._process.next_request(), self._episode, reply)
         step = (await self._ask(request, Stepped)).step.step
-        self._process.failures.tell(step)
+        self._process.failures.count_end(step)
         return step
 
     async def close(self) -> None:
@@ -406,7 +406,7 @@ class EnvironmentHost:
         await asyncio.gather(*(process.close() for process in self.processes))
 
 
-def _told(exit_code: int | None) -> str:
+def _end_in_words(exit_code: int | None) -> str:
     """Return what an exit code says, in words."""
     if exit_code is None:
         return "it closed its output"

@@ -91,7 +91,7 @@ class PythonInterpreter(ToolEnvironment):
         """Return the reward of the answer."""
         return await self._final.score(text, self.problem)
 
-    def _why(self, outcome: sandbox.Outcome) -> str:
+    def _why(self, outcome: sandbox.ProgramOutcome) -> str:
         if outcome.ending == "timed_out":
             return f"the code ran for longer than {self._limits.wall_s:g} s"
         if outcome.ending == "flooded":

@@ -123,7 +123,7 @@ class ServedEnvironment:
             failures.add("spoilt", error.reason)
             failures.check()
             raise
-        failures.tell(step)
+        failures.count_end(step)
         return step
 
     async def close(self) -> None:

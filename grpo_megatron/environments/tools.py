@@ -227,7 +227,7 @@ class ToolEnvironment:
         if reply.error is not None:
             self._num_calls += 1
             self._num_errors += 1
-            _tell(messages, f"error: {reply.error}")
+            _append_error(messages, f"error: {reply.error}")
         self._history.add(messages)
         return Step(tuple(messages), state=self._history.state, outcome=self._outcome(0.0))
 
@@ -263,9 +263,10 @@ class ToolEnvironment:
         return methods
 
 
-def _tell(messages: list[Message], error: str) -> None:
-    """What is wrong with a call that could not be read: behind the results of the others, since
-    templates want a result for each call and no more, or as the user's where there is none."""
+def _append_error(messages: list[Message], error: str) -> None:
+    """Append what is wrong with a call that could not be read: behind the results of the others,
+    since templates want a result for each call and no more, or as the user's where there is
+    none."""
     if messages:
         messages[-1]["content"] += f"\n\n{error}"
         return

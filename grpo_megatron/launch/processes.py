@@ -111,7 +111,7 @@ class ChildProcess:
             if pipe is not None:
                 pipe.close()
 
-    def tell(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Write to its standard input; one that has gone is not an error."""
         stdin = self.started.stdin
         assert stdin is not None, f"{self.name} is not piped"

@@ -49,7 +49,7 @@ _SIGNALS = {"Killed": 137, "Terminated": 143, "Aborted": 134, "Segmentation": 13
 
 
 @dataclass
-class Step(ChildProcess):
+class SlurmStep(ChildProcess):
     """An srun. Its log has srun's own words; every task has a log of its own."""
 
     task_log: str = ""  # `%t` is the number of the task
@@ -304,11 +304,11 @@ class SlurmSteps:
 
     def kill(self, child: ChildProcess) -> None:
         """End a step at once: Slurm kills its tasks where srun is told twice."""
-        _tell_twice([child])
+        _terminate_twice([child])
 
     def end(self, children: Sequence[ChildProcess]) -> None:
         """End some steps at once while the others go on; they have ended when this returns."""
-        _tell_twice(children)
+        _terminate_twice(children)
         deadline = time.monotonic() + GRACE_S
         while any(child.alive for child in children) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -324,7 +324,7 @@ class SlurmSteps:
         tasks_per_node: int = 1,
         env: dict[str, str] | None = None,
         piped: bool = False,
-    ) -> Step:
+    ) -> SlurmStep:
         logs = self.run_dir.logs
         logged = "output"
         if piped:
@@ -348,7 +348,7 @@ class SlurmSteps:
             *arguments,
         ]
         env = QUIET | {NODES_VARIABLE: " ".join(self.nodes)} | (env or {})
-        return Step(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
+        return SlurmStep(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
 
     def _component_of(self, node: str) -> int:
         for number, nodes in enumerate(self.components):
@@ -381,7 +381,7 @@ class SlurmSteps:
         ]
 
 
-def _tell_twice(steps: Sequence[ChildProcess]) -> None:
+def _terminate_twice(steps: Sequence[ChildProcess]) -> None:
     """Have Slurm kill the tasks of steps that have not ended."""
     for number in range(2):
         if number > 0:

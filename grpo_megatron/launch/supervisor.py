@@ -89,7 +89,7 @@ class Supervisor:
             os.set_blocking(self.controller.output, False)
             self._start_watcher()
             if self.interrupts:  # before there was a controller
-                self.controller.tell("stop")
+                self.controller.write_line("stop")
             code = self._watch()
         finally:
             if self.watcher is not None:
@@ -276,7 +276,7 @@ class Supervisor:
             self._watch_child(child)
         os.set_blocking(self.controller.output, False)
         if self.interrupts:  # before there was a controller
-            self.controller.tell("stop")
+            self.controller.write_line("stop")
 
     # --- roles of which others do the work meanwhile
 
@@ -593,7 +593,7 @@ class Supervisor:
         if self.interrupts == 1:
             self.screen.message("stopping after this step with a checkpoint; again to stop now")
             if self.controller.alive:
-                self.controller.tell("stop")
+                self.controller.write_line("stop")
 
 
 def _number_of(child: ChildProcess) -> int:

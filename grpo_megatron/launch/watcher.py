@@ -177,18 +177,18 @@ class Watcher:
         took_s = time.monotonic() - self._round_began_s
         if took_s > _STALLED_S:
             if not self._told_files:
-                self._tell_files(f"took {took_s:.0f} s for a look")
+                self._report_files(f"took {took_s:.0f} s for a look")
             self._told_files = True
             passed_s = 0.0
         elif self._told_files:
             self._told_files = False
-            self._tell_files("answers again")
+            self._report_files("answers again")
         hangs = {}
         for role, watch in watches.items():
             hang = watch.update(records[role], passed_s, is_stopped=self._is_stopped(role))
             if hang is not None:
                 hangs[role] = hang
-        self._tell_recovered(hangs)
+        self._report_recovered(hangs)
         now = time.monotonic()
         new: list[tuple[RoleWatch, Hang]] = []
         others_work = any(
@@ -200,17 +200,17 @@ class Watcher:
         looks = []
         with ThreadPoolExecutor(_MOST_LOOKS) as looking:  # which starts threads for looks alone
             for watch, hang in new[:_MOST_LOOKS]:
-                looks.append(looking.submit(self._tell_hung, watch, hang))
+                looks.append(looking.submit(self._report_hung, watch, hang))
         for look in looks:
             look.result()  # which raises what a look did
         for watch, hang in new[_MOST_LOOKS:]:
-            self._tell_hung(watch, hang, look=False)
+            self._report_hung(watch, hang, look=False)
 
     def _is_stopped(self, role: str) -> bool:
         pid = self._pids.get(role)
         return pid is not None and process_state(pid) in STOPPED_STATES
 
-    def _tell_recovered(self, hangs: Mapping[str, Hang]) -> None:
+    def _report_recovered(self, hangs: Mapping[str, Hang]) -> None:
         for role, named in self._named.copy().items():
             if role in hangs:
                 continue
@@ -219,10 +219,10 @@ class Watcher:
             text = f"{role} goes on, {seconds:.0f} s after it was named"
             self._news.put((named.watch, News("recovered", text, role, seconds=round(seconds, 1))))
 
-    def _tell_files(self, what: str) -> None:
+    def _report_files(self, what: str) -> None:
         self._news.put((None, News("files", self._files_text(what))))
 
-    def _tell_hung(self, watch: RoleWatch, hang: Hang, *, look: bool = True) -> None:
+    def _report_hung(self, watch: RoleWatch, hang: Hang, *, look: bool = True) -> None:
         role = hang.role
         log = self._run_dir.logs / f"{role}.log"
         record = hang.record

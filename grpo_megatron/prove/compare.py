@@ -46,14 +46,14 @@ def compare_steps(
     recorder.check(
         f"{name}: losses of {len(expected.losses)} optimizer steps agree",
         loss <= most.loss,
-        f"largest difference {loss:.2g}, allowed {most.loss:g}; {told(expected.losses)}",
+        f"largest difference {loss:.2g}, allowed {most.loss:g}; {_written(expected.losses)}",
     )
     norm = largest_relative_difference(found.grad_norms, expected.grad_norms)
     recorder.check(
         f"{name}: gradient norms before clipping agree",
         norm <= most.grad_norm,
         f"largest relative difference {norm:.2g}, allowed {most.grad_norm:g}; "
-        f"{told(expected.grad_norms)}",
+        f"{_written(expected.grad_norms)}",
     )
 
 
@@ -76,6 +76,6 @@ def largest_relative_difference(found: Sequence[float], expected: Sequence[float
     return largest_difference(shares, [1.0] * len(shares))
 
 
-def told(values: Sequence[float]) -> str:
+def _written(values: Sequence[float]) -> str:
     """`0.0012, -0.34`."""
     return ", ".join(f"{value:.3g}" for value in values)

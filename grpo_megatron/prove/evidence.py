@@ -69,7 +69,7 @@ class Recorder:
 
     def figure(self, what: str, value: object, unit: str = "", expected: str = "") -> None:
         """Record a number, with three digits, or a fact."""
-        self.evidence.figures.append(Figure(what, told_value(value), unit, expected))
+        self.evidence.figures.append(Figure(what, figure_text(value), unit, expected))
         self.save()
 
     def note(self, text: str) -> None:
@@ -86,7 +86,7 @@ class Recorder:
         write_atomically(self._path, msgspec.json.encode(self.evidence).decode())
 
 
-def told_value(value: object) -> str:
+def figure_text(value: object) -> str:
     """Three significant digits of a float; anything else as it is printed."""
     if not isinstance(value, float):
         return str(value)

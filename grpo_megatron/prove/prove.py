@@ -57,7 +57,7 @@ def prove_machine(
     failed; the page is there then."""
     take_folder(folder)
     conditions = look_at_machine(folder, pretend=pretend)
-    say(_told_machine(conditions))
+    say(_machine_in_words(conditions))
     started = datetime.now().astimezone().isoformat(timespec="seconds")
 
     def proof_of(outcomes: list[Outcome]) -> Proof:
@@ -133,7 +133,7 @@ def look_at_machine(folder: Path, *, pretend: bool) -> Conditions:
     return read_conditions(file)
 
 
-def _told_machine(conditions: Conditions) -> str:
+def _machine_in_words(conditions: Conditions) -> str:
     if conditions.problem:
         return f"the machine could not be looked at: {conditions.problem.splitlines()[-1]}"
     if conditions.is_pretended:

@@ -62,12 +62,12 @@ def run_parts(
     for part in parts:
         outcome = _run_part(part, conditions, folder / part.name, deadline - time.monotonic(), say)
         outcomes.append(outcome)
-        say(told(outcome))
+        say(as_line(outcome))
         after_each(outcomes)
     return outcomes
 
 
-def told(outcome: Outcome) -> str:
+def as_line(outcome: Outcome) -> str:
     """Return one line: `passed device (34 s)`."""
     mark = {"passed": "passed", "failed": "FAILED", "impossible": "not here"}[outcome.status]
     line = f"{mark:9} {outcome.part}"

@@ -89,7 +89,7 @@ def rehearse_recipe(
         site = write_site(folder / "inputs" / "site.env")
     findings = at_cluster_scale(at_scale, site)
     for finding in findings:
-        say(told(finding))
+        say(as_line(finding))
     with LocalServer() as server, TeacherServers(folder / "inputs") as teachers:
         writer = StandInWriter(
             folder / "inputs",
@@ -111,7 +111,7 @@ def rehearse_recipe(
         shown = of_run(resolve(recipe, scaled).config, run_dir, num_attempts)
         shown += of_judges([config], server.num_judged)
     for finding in shown:
-        say(told(finding))
+        say(as_line(finding))
     seconds = time.monotonic() - started
     return conclude(Rehearsal(recipe, changes, [*findings, *shown], seconds), folder)
 
@@ -204,7 +204,7 @@ def _grpo_megatron(interrupts: InterruptForwarder, *arguments: str) -> None:
 # --- what is told
 
 
-def told(finding: Finding) -> str:
+def as_line(finding: Finding) -> str:
     """Return one line: `ok optimizer steps were taken (3 steps, …)`."""
     mark = "ok  "
     if not finding.holds:

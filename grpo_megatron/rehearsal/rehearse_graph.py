@@ -27,11 +27,11 @@ from grpo_megatron.rehearsal.made_up_rows import (
 from grpo_megatron.rehearsal.rehearse import (
     Rehearsal,
     Say,
+    as_line,
     conclude,
     start_teachers,
     table_of,
     take_folder,
-    told,
     write_site,
 )
 from grpo_megatron.rehearsal.scale_down import Change, num_layers_of, scale_down
@@ -94,7 +94,7 @@ def rehearse_graph(
         site = write_site(folder / "inputs" / "site.env")
     findings = _at_scale(graph, site)
     for finding in findings:
-        say(told(finding))
+        say(as_line(finding))
     with LocalServer() as server, TeacherServers(folder / "inputs") as teachers:
         changes = _changes(graph, folder / "inputs", model, server.url, teachers)
         for line in table_of([_named(name, change) for name, change in changes]):
@@ -113,7 +113,7 @@ def rehearse_graph(
         shown = _of_stages(scaled)
         shown += of_judges(_configs(scaled).values(), server.num_judged)
     for finding in shown:
-        say(told(finding))
+        say(as_line(finding))
     seconds = time.monotonic() - started
     named = [_named(name, change) for name, change in changes]
     return conclude(Rehearsal(target, named, [*findings, *shown], seconds), folder)

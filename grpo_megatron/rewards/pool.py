@@ -22,7 +22,7 @@ from grpo_megatron.network import Endpoint
 from grpo_megatron.rewards.places import HostedPlace, HostLost, LocalPlace, Place
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import BoundReward, bind
-from grpo_megatron.rewards.reward_worker import Call, Outcome
+from grpo_megatron.rewards.reward_worker import Call, CallOutcome
 from grpo_megatron.types import (
     Completion,
     Prompt,
@@ -53,7 +53,7 @@ class Component:
     kills_in_a_row: int = 0
     trace: str = ""  # the first
 
-    def count(self, outcome: Outcome) -> None:
+    def count(self, outcome: CallOutcome) -> None:
         """Take the outcome of a call. Raises RewardError where the function keeps killing its
         process."""
         if not outcome.failure:
@@ -189,7 +189,7 @@ class RewardPool:
         calls: list[Call] = []
         for group in groups:
             calls += self._calls(group)
-        outcomes = [Outcome()] * len(calls)
+        outcomes = [CallOutcome()] * len(calls)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for chunk in self._chunks(calls):
@@ -216,7 +216,7 @@ class RewardPool:
             for start in range(0, len(indices), size):
                 yield indices[start : start + size]
 
-    def _refuse_broken(self, calls: Sequence[Call], outcomes: Sequence[Outcome]) -> None:
+    def _refuse_broken(self, calls: Sequence[Call], outcomes: Sequence[CallOutcome]) -> None:
         """Raise RewardError for a component that failed on every sample, see `Component.check`."""
         failures: dict[int, list[str]] = {}
         for (index, *_), outcome in zip(calls, outcomes, strict=True):
@@ -273,7 +273,7 @@ class RewardPool:
         tasks: asyncio.TaskGroup,
         calls: Sequence[Call],
         chunk: Sequence[int],
-        outcomes: list[Outcome],
+        outcomes: list[CallOutcome],
     ) -> None:
         """Fill in the outcomes of `chunk`. Among plain calls the first without an outcome has ended
         the process; coroutines run together, and each without an outcome runs again, alone."""
@@ -291,7 +291,7 @@ class RewardPool:
         finally:
             self._idle.put_nowait(worker)  # a lost one too: who waits for it must see that
         if failure and (len(chunk) == 1 or not is_async):
-            found[len(found)] = Outcome(failure)
+            found[len(found)] = CallOutcome(failure)
         progress.advance()
         for place, outcome in found.items():
             outcomes[chunk[place]] = outcome
@@ -314,12 +314,12 @@ class RewardPool:
                 raise self._lost[worker]
 
     def _leave(self, worker: RewardProcess, error: HostLost) -> None:
-        """Ask the process nothing any more; its host has gone."""
+        """Give the process nothing more to do: its host has gone."""
         if worker not in self._lost:
             self._lost[worker] = error
             logger.warning("%s", error)
 
-    def _scored(self, group: AnyGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
+    def _scored(self, group: AnyGroup, outcomes: Iterator[CallOutcome]) -> ScoredGroup:
         """Return the group with its rewards; takes its outcomes from the front of `outcomes`. An
         episode whose last turn is spoilt cannot be scored, whatever its text is."""
         domain = group.prompt.domain

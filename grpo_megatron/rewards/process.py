@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.places import Place
-from grpo_megatron.rewards.reward_worker import Call, Outcome
+from grpo_megatron.rewards.reward_worker import Call, CallOutcome
 
 _STARTUP_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 2.0
@@ -51,18 +51,20 @@ class RewardProcess:
             if failure:
                 raise RewardError(f"a reward process cannot start: {failure}")
 
-    async def run(self, calls: Sequence[Call], limit_s: float) -> tuple[dict[int, Outcome], str]:
+    async def run(
+        self, calls: Sequence[Call], limit_s: float
+    ) -> tuple[dict[int, CallOutcome], str]:
         """Give the process `calls`. Returns (outcomes by index in `calls`, why the others have
         none): "" where all have one, "died" where the process ended, "timed_out" where no outcome
         came for `limit_s` seconds and it was killed. RewardError where no process takes calls,
         HostLost where the host has gone, with the process or before."""
-        await self._give(calls)
-        found: dict[int, Outcome] = {}
+        await self._hand_over(calls)
+        found: dict[int, CallOutcome] = {}
         try:
             async with self._killed_on_error():
                 while len(found) < len(calls):
                     index, outcome = await self._line_within(limit_s)
-                    found[index] = Outcome(*outcome)
+                    found[index] = CallOutcome(*outcome)
             return found, ""
         except TimeoutError:
             failure = "timed_out"
@@ -92,7 +94,7 @@ class RewardProcess:
             await self.kill()
             raise
 
-    async def _give(self, calls: Sequence[Call]) -> None:
+    async def _hand_over(self, calls: Sequence[Call]) -> None:
         """Hand the calls to a process, trying again until one has them: that a process ended while
         it was idle is no call's fault."""
         for _ in range(_MAX_IDLE_DEATHS):

@@ -26,7 +26,7 @@ Call = tuple[int, str | FilePart, str, Mapping[str, Any]]
 """Index of the function, completion, answer, context. What lies in a file is read here."""
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """How one call ended; sent to the parent as a JSON list."""
 
     failure: str = ""  # "raised", "timed_out" or "died"; the parent writes the last
@@ -94,28 +94,28 @@ async def _await_all(
                     value = await call()
                 outcome = _outcome(lambda: value)
             except BaseException:
-                outcome = Outcome("raised", trace=traceback.format_exc())
+                outcome = CallOutcome("raised", trace=traceback.format_exc())
             if limit.expired():
-                outcome = Outcome("timed_out")
+                outcome = CallOutcome("timed_out")
             tell((index, outcome))
 
     await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
 
 
-def _outcome(call: Callable[[], Any]) -> Outcome:
+def _outcome(call: Callable[[], Any]) -> CallOutcome:
     try:
         value = call()
         if not isinstance(value, list):
-            return Outcome(value=to_float(value))
+            return CallOutcome(value=to_float(value))
         steps = []
         total = 0.0
         for end, reward in value:
             step_reward = to_float(reward)
             steps.append((operator.index(end), step_reward))
             total += step_reward
-        return Outcome(value=to_float(total), steps=steps)
+        return CallOutcome(value=to_float(total), steps=steps)
     except BaseException:  # SystemExit of a reward must not end the worker either
-        return Outcome("raised", trace=traceback.format_exc())
+        return CallOutcome("raised", trace=traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ProgramOutcome:
     """How a program ended (`failed`: the sandbox did, `stderr` says why), and what it wrote."""
 
     ending: Literal["exited", "timed_out", "flooded", "failed"] = "failed"
@@ -58,10 +58,10 @@ async def run(
     limits: Limits,
     arguments: Sequence[str] = (),
     give_fds: Sequence[int] = (),
-) -> Outcome:
+) -> ProgramOutcome:
     """Run a Python program, the first of `files` (content by path), to its end or until cancelled;
     nothing of it is left. `give_fds`, sockets for it, keep their numbers and are closed here."""
-    outcome = Outcome()
+    outcome = ProgramOutcome()
     status, status_fd = os.pipe()
     with open(status, "rb", 0) as report, contextlib.ExitStack() as theirs:
         for fd in (status_fd, *give_fds):

@@ -68,7 +68,7 @@ async def run_command(
     finally:
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
     if process.returncode != 0:
-        raise Unscorable(_told(process.returncode, messages))
+        raise Unscorable(_end_in_words(process.returncode, messages))
     return _reward(printed)
 
 
@@ -96,7 +96,7 @@ async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tup
     has started is killed then, and keeps its output open no longer."""
     assert process.stdin is not None and process.stdout is not None
     assert process.stderr is not None
-    giving = asyncio.create_task(_give(process.stdin, given))
+    giving = asyncio.create_task(_write_input(process.stdin, given))
     output = _Tail(process.stdout)
     messages = _Tail(process.stderr)
     try:
@@ -122,7 +122,7 @@ class _Tail:
             self.kept = (self.kept + chunk)[-_KEPT_OUTPUT:]
 
 
-async def _give(stdin: asyncio.StreamWriter, given: bytes) -> None:
+async def _write_input(stdin: asyncio.StreamWriter, given: bytes) -> None:
     """A program need not read its problem."""
     with contextlib.suppress(ConnectionError):
         stdin.write(given)
@@ -208,7 +208,7 @@ def _reward(printed: bytes) -> float | None:
     return number
 
 
-def _told(exit_code: int | None, messages: bytes) -> str:
+def _end_in_words(exit_code: int | None, messages: bytes) -> str:
     told = f"the program ended with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:
         told = f"the program ended by signal {-exit_code}"

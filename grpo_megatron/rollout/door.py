@@ -158,7 +158,7 @@ class Door:
     async def _chat(self, http_request: web.Request) -> web.StreamResponse:
         opened = self._session_of(http_request)
         request, ignored = read_request(await http_request.read())
-        self._tell_ignored(ignored)
+        self._warn_ignored(ignored)
         messages = plain_messages(request.messages)
         try:
             reply = await opened.session.chat(
@@ -175,7 +175,7 @@ class Door:
             return _json(answer_body(reply, request, number), headers=headers)
         return await _streamed(http_request, answer_events(reply, request, number), headers)
 
-    def _tell_ignored(self, names: list[str]) -> None:
+    def _warn_ignored(self, names: list[str]) -> None:
         """Warn about each ignored field once."""
         new = [name for name in names if name not in self._told]
         if new and len(self._told) < _MOST_TOLD:

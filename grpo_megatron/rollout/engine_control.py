@@ -67,7 +67,7 @@ class EngineControl:
         for client, size, workers in zip(self.clients, self._world_sizes, answers, strict=True):
             _require_all(client, size, workers)
             for number, worker in enumerate(workers):
-                self._tell_whole(client, number, worker["whole"])
+                self._print_whole_tensors(client, number, worker["whole"])
                 kept.append(msgspec.convert(worker["boxes"], dict[str, list[Box]]))
         return kept
 
@@ -90,7 +90,9 @@ class EngineControl:
         answers = await self._control("/get_world_size", method="GET")
         return [answer["world_size"] for answer in answers]
 
-    def _tell_whole(self, client: EngineClient, worker: int, whole: Mapping[str, str]) -> None:
+    def _print_whole_tensors(
+        self, client: EngineClient, worker: int, whole: Mapping[str, str]
+    ) -> None:
         """Print which tensors a worker gets as a whole although it may keep a part of them."""
         if not whole:
             return

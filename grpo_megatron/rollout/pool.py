@@ -120,7 +120,7 @@ class ReplicaPool:
                 return replica
         return None
 
-    def let_go(self, index: int) -> None:
+    def remove(self, index: int) -> None:
         """Know nothing of a replica any more; whoever asks it finds that it is not there."""
         replica = self.find(index)
         if replica is None:

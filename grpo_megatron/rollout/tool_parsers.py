@@ -88,7 +88,7 @@ class ToolCallReader:
         try:
             calls = self._calls(answer, tools, turn)
         except _Malformed as error:
-            return _without_calls(text, self._told(error))
+            return _without_calls(text, self._unreadable_text(error))
         if not calls:
             return _without_calls(text, None)
         content = thought + text_before_calls(self.format_name, answer)
@@ -152,7 +152,7 @@ class ToolCallReader:
                     ids[number] = call["id"]
         return ids
 
-    def _told(self, error: _Malformed) -> str:
+    def _unreadable_text(self, error: _Malformed) -> str:
         told = f"the call could not be read: {error}"
         example = example_of(self.format_name)
         if example:

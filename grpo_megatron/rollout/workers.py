@@ -158,15 +158,15 @@ class WorkerPool:
             await asyncio.sleep(_WAIT_S)
 
     def add(self, index: int, worker: Worker) -> None:
-        """Ask a worker that was started again."""
+        """Put a worker that was started again into the pool."""
         self._workers[index] = worker
 
-    def let_go(self, index: int) -> None:
-        """Ask the worker of a replica that leaves the run nothing any more."""
+    def remove(self, index: int) -> None:
+        """Take the worker of a replica that leaves the run out of the pool."""
         self._workers.pop(index, None)
 
     def lose(self, index: int, cause: EngineError) -> None:
-        """Ask a worker nothing any more."""
+        """Take a worker that has died out of the pool, and say so once."""
         if self._workers.pop(index, None) is not None:
             self._on_death(index, cause)
 
@@ -285,7 +285,7 @@ class _Call:
         return found
 
     async def serve_all(self) -> None:
-        """Have workers take the chunks, until all are served. Errors as of `rollouts`."""
+        """Have workers take the chunks until all are served. Raises what `rollouts` does."""
         await self._engines.wait_alive()
         size = self._prompts_per_chunk()
         for first in range(0, len(self._prompts), size):
@@ -371,7 +371,7 @@ class _Call:
             raise
         progress.advance()
         self._add_counts(answer.counts)
-        await self._tell_dead(answer.dead)
+        await self._examine_dead(answer.dead)
         shard = StoredShard(self._directory, answer.report)
         sizes = [len(of_prompt) for of_prompt in samples]
         groups = shard.groups(prompts, sizes, answer.replicas)
@@ -411,8 +411,8 @@ class _Call:
             home=replica.index,
         )
 
-    async def _tell_dead(self, dead: Sequence[tuple[int, str]]) -> None:
-        """Look at the replicas that a worker found dead."""
+    async def _examine_dead(self, dead: Sequence[tuple[int, str]]) -> None:
+        """Examine the replicas that a worker found dead."""
         for replica in self._engines.alive:
             for index, cause in dead:
                 if index == replica.index:

@@ -131,7 +131,7 @@ def _train(config: RunConfig, policy: Policy, table: SampleTable) -> None:
     if references.wanted and policy.lora is not None:
         references.begin_with_base()
     elif references.wanted:
-        references.take(policy)
+        references.snapshot(policy)
     Training(config, policy, references, table, {}).run(0, 1)
 
 

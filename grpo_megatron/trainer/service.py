@@ -280,7 +280,7 @@ class TrainerService:
         """Let the policy as it is now, when RL begins, be its own reference, and the critic begin
         with its weights."""
         if self.references.wanted:
-            self.references.take(self.policy)
+            self.references.snapshot(self.policy)
         if self.critic is not None:
             self.critic.begin_with(self.policy)
 
@@ -417,7 +417,7 @@ class TrainerService:
             self._load_critic(self.critic, directory, state, is_there=has_critic)
         is_known = reference_is_base or reference
         if self.references.wanted and not is_known:  # the objective is another one since
-            self.references.take(policy)
+            self.references.snapshot(policy)
         return state
 
     def _load_critic(

@@ -163,7 +163,7 @@ def main(run_path: str, attempt: str = "") -> None:
     )
     link: ControllerLink | None = None
     if info.rank == 0:
-        append_event(run_dir.events, "kernels", kernels=[kernel.told() for kernel in kernels])
+        append_event(run_dir.events, "kernels", kernels=[kernel.as_row() for kernel in kernels])
         link = ControllerLink(endpoint)
     serve(service, link, group)
     dist.destroy_process_group()

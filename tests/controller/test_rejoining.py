@@ -275,8 +275,8 @@ class Joins:
     async def join(self, index, client):
         self.pool.join(index, client)
 
-    async def let_go(self, index):
-        self.pool.let_go(index)
+    async def remove(self, index):
+        self.pool.remove(index)
 
 
 async def until(condition):
@@ -447,7 +447,7 @@ def test_weights_go_only_to_those_that_are_there(tmp_path):
         owner = publisher(tmp_path, [first, second])
         await owner.publish(3)
         async with owner.training():
-            leaving = asyncio.create_task(owner.let_go(1))
+            leaving = asyncio.create_task(owner.remove(1))
             await asyncio.sleep(0.1)
             assert not leaving.done()  # engines pause together meanwhile
             await owner.pause_engines()

@@ -375,14 +375,14 @@ def test_no_step_begins_while_a_publish_waits():
         chain = SamplingChain(SimpleNamespace(sample=sample), 1)
         chain.ask(0, 2)
         await asyncio.sleep(0)
-        waiting = asyncio.create_task(chain.finish_running(lambda: True))
+        waiting = asyncio.create_task(chain.drain(lambda: True))
         for event in events:
             event.set()
         await waiting
         for _ in range(9):
             await asyncio.sleep(0)
         assert begun == [0]
-        chain.go_on()
+        chain.resume()
         assert [await chain.take(step) for step in range(3)] == [0, 1, 2]
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ import pytest
 from grpo_megatron.controller.staleness_watch import (
     SampledSeconds,
     StalenessWatch,
-    TrainerSeconds,
+    TrainedSeconds,
     seen_staleness,
 )
 from tests.controller.scored_groups import recipe
@@ -37,7 +37,7 @@ def test_durations_that_stay_the_same(train_s, expected):
         metrics = found.metrics(
             {"staleness/0": 1 - expected, "staleness/1": expected},
             sampled(10.0),
-            TrainerSeconds(train_s, 0.0, 0.0, 0.0),
+            TrainedSeconds(train_s, 0.0, 0.0, 0.0),
         )
         assert metrics["staleness/seen_mean"] == pytest.approx(expected)
     assert metrics["staleness/predicted_mean"] == pytest.approx(expected, abs=0.01)
@@ -48,9 +48,9 @@ def test_durations_that_stay_the_same(train_s, expected):
 def test_a_prediction_follows_the_newest_steps():
     found = watch(4)
     for _ in range(20):
-        slow = found.metrics({}, sampled(10.0), TrainerSeconds(1.0, 0.1, 0.0, 0.1))
+        slow = found.metrics({}, sampled(10.0), TrainedSeconds(1.0, 0.1, 0.0, 0.1))
     for _ in range(40):
-        fast = found.metrics({}, sampled(1.0), TrainerSeconds(10.0, 0.1, 0.0, 0.1))
+        fast = found.metrics({}, sampled(1.0), TrainedSeconds(10.0, 0.1, 0.0, 0.1))
     assert slow["staleness/predicted_mean"] < 1
     assert fast["staleness/predicted_mean"] == pytest.approx(4)
     assert "staleness/unforeseen" not in fast
@@ -61,22 +61,22 @@ def test_the_first_steps_are_younger_than_the_later_ones():
     found = watch(4)
     means = []
     for _ in range(25):
-        metrics = found.metrics({}, sampled(1.0), TrainerSeconds(10.0, 0.1, 0.0, 0.1))
+        metrics = found.metrics({}, sampled(1.0), TrainedSeconds(10.0, 0.1, 0.0, 0.1))
         means.append(metrics["staleness/predicted_mean"])
     assert means == sorted(means)
     assert means[0] == 0 and means[-1] == pytest.approx(4)
 
 
 def test_nothing_is_said_without_rollouts_ahead():
-    step = (sampled(1.0), TrainerSeconds(1.0, 0.0, 0.0, 0.0))
+    step = (sampled(1.0), TrainedSeconds(1.0, 0.0, 0.0, 0.0))
     assert watch(0, "wait").metrics({"staleness/0": 1.0}, *step) == {}
 
 
 def test_a_step_that_was_skipped_predicts_nothing():
     empty = SampledSeconds(1.0, 0.0, 0.0, answers=())
-    assert watch(1).metrics({}, empty, TrainerSeconds(1.0, 0.0, 0.0, 0.0)) == {}
-    assert watch(1).metrics({}, sampled(1.0), TrainerSeconds(0.0, 0.0, 0.0, 0.0)) == {}
-    assert watch(1).metrics({}, None, TrainerSeconds(1.0, 0.0, 0.0, 0.0)) == {}
+    assert watch(1).metrics({}, empty, TrainedSeconds(1.0, 0.0, 0.0, 0.0)) == {}
+    assert watch(1).metrics({}, sampled(1.0), TrainedSeconds(0.0, 0.0, 0.0, 0.0)) == {}
+    assert watch(1).metrics({}, None, TrainedSeconds(1.0, 0.0, 0.0, 0.0)) == {}
 
 
 def test_the_bound_is_lowered_to_what_is_needed_and_raised_again():
@@ -85,20 +85,20 @@ def test_the_bound_is_lowered_to_what_is_needed_and_raised_again():
     found = watch(4, adapt_staleness=True)
     bounds = []
     for _ in range(20):
-        metrics = found.metrics({}, sampled(1.0), TrainerSeconds(10.0, 0.1, 0.0, 0.1))
+        metrics = found.metrics({}, sampled(1.0), TrainedSeconds(10.0, 0.1, 0.0, 0.1))
         bounds.append(metrics["staleness/bound"])
     assert bounds[:10] == [4] * 10
     assert sorted(bounds, reverse=True) == bounds and found.bound == 1
     slow_rewards = SampledSeconds(10.0, reward_s=8.0, record_s=0.0, answers=(8.0,) * 16)
     for _ in range(20):
-        found.metrics({}, slow_rewards, TrainerSeconds(9.0, 0.1, 0.0, 0.1))
+        found.metrics({}, slow_rewards, TrainedSeconds(9.0, 0.1, 0.0, 0.1))
     assert 1 < found.bound <= 4
 
 
 def test_the_bound_stays_without_the_setting_and_goes_on_where_it_was():
     found = watch(4, left_at=2)
     for _ in range(20):
-        metrics = found.metrics({}, sampled(1.0), TrainerSeconds(10.0, 0.1, 0.0, 0.1))
+        metrics = found.metrics({}, sampled(1.0), TrainedSeconds(10.0, 0.1, 0.0, 0.1))
     assert found.bound == 4 and "staleness/bound" not in metrics
     assert watch(4, adapt_staleness=True, left_at=2).bound == 2
     assert watch(4, adapt_staleness=True, left_at=9).bound == 4

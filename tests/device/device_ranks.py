@@ -77,7 +77,7 @@ def _rl_update(
     references = References(config)
     if references.wanted:
         _perturb(setup.shards, 1.01)
-        references.take(setup.policy)
+        references.snapshot(setup.policy)
         _perturb(setup.shards, 1 / 1.01)
         setup.policy.optimizer.reload_model_params()
     table = SampleTable(Path(samples))

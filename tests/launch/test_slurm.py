@@ -16,7 +16,7 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.errors import SetupError
 from grpo_megatron.launch.slurm import is_active
-from grpo_megatron.launch.steps import SlurmSteps, Step
+from grpo_megatron.launch.steps import SlurmStep, SlurmSteps
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 from tests.controller.scored_groups import recipe
@@ -339,7 +339,7 @@ def test_a_silent_controller_does_not_mean_an_ended_job(tmp_path, monkeypatch):
 )
 def test_the_first_task_that_ended_is_named(tmp_path, said, name, code):
     (tmp_path / f"{name}.log").write_text("its last words\n")
-    step = Step(
+    step = SlurmStep(
         "step",
         ["bash", "-c", f"printf '{said}' >&2; exit 1"],
         tmp_path / "srun.log",

@@ -10,7 +10,7 @@ from grpo_megatron.errors import TrainerError
 from grpo_megatron.launch import restarts
 from grpo_megatron.launch.processes import End
 from grpo_megatron.launch.restarts import first_cause, may_train_again
-from grpo_megatron.launch.steps import Step
+from grpo_megatron.launch.steps import SlurmStep
 from grpo_megatron.plan.resolve import resolve
 from tests.launch.test_supervisor_hangs import Run, wait_until
 
@@ -151,7 +151,7 @@ def test_a_step_of_a_job_says_how_it_ended_itself(tmp_path):
     log.write_text("srun: error: node1: task 1: Killed\n")
     said = "srun: error: node1: task 0: Exited with exit code 6"
     argv = ["sh", "-c", f"echo '{said}'; exit 6"]
-    step = Step("trainer", argv, log, task_log="trainer-%t.log")
+    step = SlurmStep("trainer", argv, log, task_log="trainer-%t.log")
     step.start()
     assert step.started.wait(60) == 6
     end = step.end()

@@ -13,10 +13,10 @@ from grpo_megatron.rehearsal import rehearse_graph as graphs
 from grpo_megatron.rehearsal.evidence import Finding
 from grpo_megatron.rehearsal.rehearse import (
     Rehearsal,
+    as_line,
     rehearse_recipe,
     resolve_at_scale,
     take_folder,
-    told,
 )
 from grpo_megatron.rehearsal.teacher_servers import TeacherServers
 from grpo_megatron.rehearsal.tiny_family import write_tiny_checkpoint
@@ -84,7 +84,7 @@ def test_what_was_not_shown_is_an_error():
     findings = [Finding("a", True), Finding("b", False, "nothing seen")]
     rehearsal = Rehearsal("recipe", [], findings, 1.0)
     assert [finding.what for finding in rehearsal.failed] == ["b"]
-    assert told(findings[1]) == "NOT  b (nothing seen)"
+    assert as_line(findings[1]) == "NOT  b (nothing seen)"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from grpo_megatron.rewards import sandbox, seccomp
-from grpo_megatron.rewards.sandbox import MIB, Limits, Outcome
+from grpo_megatron.rewards.sandbox import MIB, Limits, ProgramOutcome
 from tests.rewards import programs
 from tests.rewards.sandboxes import (
     hostile_program,
@@ -25,7 +25,7 @@ PATIENT = Limits(wall_s=60.0, memory_bytes=256 * MIB, tmp_bytes=4 * MIB + os.get
 HASTY = Limits(wall_s=1.0, memory_bytes=256 * MIB, tmp_bytes=4 * MIB + os.getpid())
 
 
-def run_program(source: str, stdin: str = "", *, limits: Limits) -> Outcome:
+def run_program(source: str, stdin: str = "", *, limits: Limits) -> ProgramOutcome:
     return asyncio.run(sandbox.run({"/program.py": source}, stdin, limits=limits))
 
 

@@ -119,7 +119,7 @@ def values_after_another_last_token(model: str, samples: str) -> tuple[np.ndarra
             is_last = torch.diff(microbatch.sample, append=microbatch.sample.new_tensor([-1])) != 0
             places = microbatch.rows[is_last] + 1
             microbatch.tokens[0, places] = (microbatch.tokens[0, places] + shift) % 90
-        setup.critic.look_at([batch])
+        setup.critic.compute_values([batch])
         values = [microbatch.values for microbatch in batch.microbatches]
         found.append(optimizer_step.gather_tokens(everything, [batch], [values]).numpy())
     return found[0], found[1]

@@ -198,7 +198,7 @@ def train_objectives(
         references = References(config)
         if references.wanted:
             _perturb(setup.shards, 1.01)
-            references.take(setup.policy)
+            references.snapshot(setup.policy)
             for shard, tensor in zip(setup.shards, start, strict=True):
                 shard.tensor.data.copy_(tensor)
         critic = None
@@ -225,7 +225,7 @@ def distil(
     )
     table, before = SampleTable(Path(samples)), [s.tensor.clone() for s in setup.shards]
     batch = prepare(setup.layout, table, np.arange(len(table)))
-    teachers.look_at(setup.policy, batch, table)
+    teachers.compute_targets(setup.policy, batch, table)
     unchanged = all(torch.equal(s.tensor, b) for s, b in zip(setup.shards, before, strict=True))
     report = TrainReport(metrics={}, state={}, updates=0, tokens=0, grad_norms=[0.0])
     for _ in range(repeats):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from grpo_megatron.config.experience import ExperienceConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.secret_values import from_environment
-from grpo_megatron.controller.experience.writer import Asked
+from grpo_megatron.controller.experience.writer import AskModel
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError, RewardError
 from grpo_megatron.rewards.served import post
@@ -20,7 +20,7 @@ def writer_of(
     *,
     workers: RolloutWorkers,
     tokenizer: TextTokenizer,
-) -> Asked:
+) -> AskModel:
     """Return what asks the model that `[experience]` names. DataError: it is the policy, whose
     tokenizer has no chat template."""
     if settings.writer_url is not None:
@@ -41,7 +41,7 @@ class ServedWriter:
             self._api_key = from_environment(settings.writer_api_key)
 
     async def __call__(self, texts: Sequence[str]) -> list[str | None]:
-        """As `Asked`; requests are made at once."""
+        """As `AskModel`; requests are made at once."""
         return await asyncio.gather(*(self._reply(text) for text in texts))
 
     async def _reply(self, text: str) -> str | None:
@@ -88,7 +88,7 @@ class PolicyWriter:
         self._tokenizer = tokenizer
 
     async def __call__(self, texts: Sequence[str]) -> list[str | None]:
-        """As `Asked`."""
+        """As `AskModel`."""
         prompts = []
         places = []
         for place, text in enumerate(texts):

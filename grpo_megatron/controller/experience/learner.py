@@ -52,7 +52,7 @@ class PromptTeller:
         for domain in config.domains:
             self._renderers[domain.name] = PromptRenderer(domain, tokenizer.chat_template)
 
-    def told(self, prompt: Prompt) -> Prompt:
+    def with_lessons(self, prompt: Prompt) -> Prompt:
         """Return the prompt with the lessons, the newest of them where not all fit beside the
         longest completion; as it is where there are none, or not one fits."""
         num_lessons = len(self.library.lessons)
@@ -141,7 +141,7 @@ class ExperienceLearner:
     async def _take_step(self) -> dict[str, float]:
         """Learn from the groups of one batch of prompts; returns the step's metrics."""
         prompts = self._sampler.draw(self._config.batch.num_prompts)
-        told = [self._teller.told(prompt) for prompt in prompts]
+        told = [self._teller.with_lessons(prompt) for prompt in prompts]
         with self._phases.measure("rollout"):
             groups = await self._workers.rollouts(self.step, told)
         with self._phases.measure("reward"):

@@ -17,7 +17,7 @@ from grpo_megatron.errors import EngineError
 _FOLDER = Path(__file__).parent
 
 
-class Asked(Protocol):
+class AskModel(Protocol):
     """Asks a model."""
 
     async def __call__(self, texts: Sequence[str]) -> list[str | None]:
@@ -56,7 +56,7 @@ class LessonWriter:
     Attributes:
         counts: Since `take_counts` was called."""
 
-    def __init__(self, settings: ExperienceConfig, ask: Asked):
+    def __init__(self, settings: ExperienceConfig, ask: AskModel):
         self.counts = WriterCounts()
         self._settings = settings
         self._ask = ask

@@ -17,7 +17,7 @@ from grpo_megatron.plan.timing.constants import Constants, DeviceSpeed
 from grpo_megatron.plan.timing.lengths import Lengths, num_microbatches
 from grpo_megatron.plan.timing.work import (
     Amounts,
-    MicroBatch,
+    MicroBatchSize,
     StageWork,
     parameters_of_rank,
     stages_work,
@@ -211,7 +211,7 @@ def trainer_seconds(work: TrainerWork, machine: Machine) -> TrainerSeconds:
     )
 
 
-def _micro_batches(load: TrainerLoad, mine: float, capacity: int) -> tuple[MicroBatch, int]:
+def _micro_batches(load: TrainerLoad, mine: float, capacity: int) -> tuple[MicroBatchSize, int]:
     """Return the mean micro-batch of a rank that has `mine` samples, and how many it has."""
     tried = min(math.ceil(mine), _MOST_PACKED)
     count: float = tried
@@ -222,7 +222,7 @@ def _micro_batches(load: TrainerLoad, mine: float, capacity: int) -> tuple[Micro
     in_one = mine / count
     tokens = load.computed_share * load.lengths.total * in_one
     return (
-        MicroBatch(
+        MicroBatchSize(
             tokens=tokens,
             squares=load.computed_share * load.lengths.mean_square * in_one,
             policy_tokens=tokens,

@@ -69,7 +69,7 @@ class Amounts:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatchSize:
     """What is in a micro-batch, before context parallelism splits it."""
 
     tokens: float
@@ -88,7 +88,7 @@ class StageWork:
     """With what is computed again."""
 
 
-def stage_work(s: Sizes, stage: int, batch: MicroBatch, backward_ratio: float) -> StageWork:
+def stage_work(s: Sizes, stage: int, batch: MicroBatchSize, backward_ratio: float) -> StageWork:
     """Return what a rank of `stage` does for a micro-batch; `backward_ratio`: of attention."""
     layers = _layer_amounts(s, stage, batch)
     ends = _end_amounts(s, stage, batch)
@@ -101,7 +101,7 @@ def stage_work(s: Sizes, stage: int, batch: MicroBatch, backward_ratio: float) -
     return StageWork(forward, backward)
 
 
-def stages_work(s: Sizes, batch: MicroBatch, backward_ratio: float) -> list[StageWork]:
+def stages_work(s: Sizes, batch: MicroBatchSize, backward_ratio: float) -> list[StageWork]:
     """Return the work of every stage; stages with equal layers share theirs."""
     found: list[StageWork] = []
     known: dict[tuple[bool, ...], StageWork] = {}
@@ -171,7 +171,7 @@ def model_flops(whole: Sizes, tokens: float, squares: float) -> float:
     return total + 6 * of_output * tokens
 
 
-def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
+def _layer_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
     """Return the forward of a stage's layers, without collectives."""
     t = s.trainer
     tokens = batch.tokens / t.context_parallel_size
@@ -206,7 +206,7 @@ def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
     return total
 
 
-def _end_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
+def _end_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
     """Return the output layer and the loss, on the last stage."""
     if stage != s.trainer.pipeline_parallel_size - 1 or s.has_value_head:
         return Amounts()  # a value is one number a token
@@ -235,7 +235,7 @@ def _differentiated(forward: Amounts, s: Sizes, stage: int, backward_ratio: floa
     )
 
 
-def _step(s: Sizes, stage: int, batch: MicroBatch) -> Step:
+def _step(s: Sizes, stage: int, batch: MicroBatchSize) -> Step:
     t = s.trainer
     multiple = t.tensor_parallel_size * t.context_parallel_size
     tokens = -(-max(round(batch.tokens), 1) // multiple) * multiple

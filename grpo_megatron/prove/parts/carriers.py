@@ -21,7 +21,7 @@ def run(job: Job) -> None:
     requests = []
     for carrier, gpus in carriers_of(job.conditions).items():
         if len(gpus) < 2:
-            job.recorder.impossible(_told(carrier), "it needs 2 GPUs: NCCL takes none twice")
+            job.recorder.impossible(_label(carrier), "it needs 2 GPUs: NCCL takes none twice")
             continue
         requests.append(_request(job.conditions, carrier, gpus))
     asked = Asked(
@@ -32,7 +32,7 @@ def run(job: Job) -> None:
     )
     for request, found in zip(requests, asked.answers(), strict=True):
         if isinstance(found, TrainerError):
-            job.recorder.check(_told(request.carrier), False, str(found))
+            job.recorder.check(_label(request.carrier), False, str(found))
         else:
             _record(job, request, found)
     job.recorder.note(
@@ -59,7 +59,7 @@ def _request(conditions: Conditions, carrier: Carrier, gpus: list[int]) -> Carry
     return CarryWeights(carrier=carrier, mib=mib, gpus=gpus)
 
 
-def _told(carrier: Carrier) -> str:
+def _label(carrier: Carrier) -> str:
     return f"{carrier}: every tensor arrives as it was sent"
 
 
@@ -69,7 +69,7 @@ def _record(job: Job, request: CarryWeights, found: CarriedWeights) -> None:
     is_whole = bool(found.sent) and len(found.received) == len(request.gpus) - 1
     links = ", ".join(f"{count} by {kind}" for kind, count in sorted(found.links.items()))
     recorder.check(
-        _told(request.carrier),
+        _label(request.carrier),
         is_equal and is_whole and not found.changed,
         f"{len(found.sent)} messages to {len(found.received)} receivers; links: {links}"
         + "".join(f"; {name} changed" for name in found.changed),

@@ -48,8 +48,8 @@ class Kernel:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of Megatron's TransformerConfig."""
 
-    def told(self) -> dict[str, str]:
-        """As the report page gets it."""
+    def as_row(self) -> dict[str, str]:
+        """Return the kernel as the report page shows it."""
         return {"part": self.part, "chosen": self.chosen, "why": self.why}
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class Critic:
         """Whether the critic alone is trained in a step of the run."""
         return step < self.settings.warmup_steps
 
-    def look_at(self, updates: Sequence[UpdateBatch]) -> None:
+    def compute_values(self, updates: Sequence[UpdateBatch]) -> None:
         """Put the values of all policy tokens into `MicroBatch.values`. Collective."""
         for update in updates:
             outputs = logprob_pass(self.model, update)

@@ -58,7 +58,7 @@ class References:
         is_measured = settings.kl != "none" and settings.monitor_share > 0
         return is_measured or objective_of(self.config, {}).wants_reference
 
-    def take(self, policy: Policy, name: str = START) -> None:
+    def snapshot(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference, as a copy on the host. Collective."""
         if name == START:
             self._saved = None
@@ -91,7 +91,7 @@ class References:
     def load(self, policy: Policy, checkpoint: Path, name: str) -> None:
         """Read what `save` wrote; the policy is left with these weights. Collective."""
         load_model(checkpoint.with_name(name), policy.chunks)
-        self.take(policy)
+        self.snapshot(policy)
         self._saved = name
 
     def read_files(self, policy: Policy, load: Callable[[Path], None]) -> None:
@@ -99,10 +99,10 @@ class References:
         paths = sorted(set(self._name_of_domain.values()) - {START})
         if not paths:
             return
-        self.take(policy, "aside")
+        self.snapshot(policy, "aside")
         for path in paths:
             load(Path(path))
-            self.take(policy, path)
+            self.snapshot(policy, path)
         self._exchange(policy, "aside")
         del self._weights["aside"]
         policy.optimizer.reload_model_params()  # `load` made its fp32 copies the last reference's
@@ -112,7 +112,7 @@ class References:
         self._saved = None
         ema = self.config.objective.reference_ema
         if ema is None:
-            self.take(policy)
+            self.snapshot(policy)
             return
         for kept, tensor in zip(self._weights[START], _tensors_of(policy, START), strict=True):
             if kept.is_floating_point():

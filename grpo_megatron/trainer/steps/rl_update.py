@@ -117,7 +117,7 @@ class Training:
         TrainerError where the loss or a gradient is not finite."""
         self._run_passes()
         old_logprobs_s = time.perf_counter() - self.started
-        critic_s = self._look_with_critic()
+        critic_s = self._compute_values()
         self.batch = replace(self.batch, tokens=self._token_columns())
         advantages = advantages_of(self.objective, self.batch)
         if self.critic is not None:
@@ -134,7 +134,7 @@ class Training:
         trained = _PolicyUpdates()
         if self._trains_critic_alone:
             for update in self.updates:
-                total.add(self._look_at(update, advantages))
+                total.add(self._measure_update(update, advantages))
         else:
             trained = self._train_policy(first_update, num_updates, advantages)
             for stats in trained.stats:
@@ -191,19 +191,19 @@ class Training:
                 constants = self._constants(update, advantages)
                 is_last = len(trained.stats) + 1 == num_updates_here
                 stats = self._train(update, constants, epoch, is_last=is_last)
-                self._learn(stats)
+                self._update_state(stats)
                 trained.rates.append(rate)
                 trained.stats.append(stats)
         return trained
 
     # --- the critic
 
-    def _look_with_critic(self) -> float:
+    def _compute_values(self) -> float:
         """Let the critic compute the values of all tokens, as it is before the step; returns the
         seconds."""
         began = time.perf_counter()
         if self.critic is not None:
-            self.critic.look_at(self.updates)
+            self.critic.compute_values(self.updates)
         return time.perf_counter() - began
 
     def _train_critic(self, num_updates: int) -> Iterator[Stats]:
@@ -224,8 +224,9 @@ class Training:
                 is_last=number + 1 == num_updates_here,
             )
 
-    def _look_at(self, update: UpdateBatch, advantages: Advantages) -> Stats:
-        """Measure an update as if it were trained, which it is not; the engines' log-probs too."""
+    def _measure_update(self, update: UpdateBatch, advantages: Advantages) -> Stats:
+        """Measure an update as if it were trained, which it is not; checks the engines' log-probs,
+        too."""
         constants = self._constants(update, advantages)
         routing = self.source.training_pass(update, constants)
         loss = self._loss(constants, epoch=0, has_old_logprobs=True)
@@ -400,8 +401,8 @@ class Training:
         of_tokens = self.source.router_shift(routing, update)
         return optimizer_step.gather_tokens(self.batch, [update], [of_tokens])
 
-    def _learn(self, stats: Stats) -> None:
-        """Move what the objective learns: lambda_grpo's exponent, OPSM's thresholds."""
+    def _update_state(self, stats: Stats) -> None:
+        """Update what the objective learns: lambda_grpo's exponent, OPSM's thresholds."""
         state = dict(self.objective.state)
         if "lambda/gradient" in stats.means:
             gradient = float(stats.means["lambda/gradient"][0])

@@ -41,15 +41,15 @@ class Teachers:
         self._load = load
         self._files: dict[Path, np.memmap] = {}
 
-    def look_at(self, policy: Policy, update: UpdateBatch, table: SampleTable) -> None:
+    def compute_targets(self, policy: Policy, update: UpdateBatch, table: SampleTable) -> None:
         """Put into every micro-batch what the teachers of its samples' domains think of its tokens.
 
         The policy is as before afterwards. Collective. Raises DataError where the step lacks what a
         served teacher answered."""
         with policy.without_adapters():
-            self._look_at(policy, update, table)
+            self._compute_targets(policy, update, table)
 
-    def _look_at(self, policy: Policy, update: UpdateBatch, table: SampleTable) -> None:
+    def _compute_targets(self, policy: Policy, update: UpdateBatch, table: SampleTable) -> None:
         students: list[torch.Tensor] | None = None
         for number, teacher in enumerate(self.settings.teachers):
             has_teacher = np.isin(table.domain, self._domains_of(teacher))

@@ -92,7 +92,7 @@ def train_tokens(
         rows = np.flatnonzero(table.update == number)
         update = prepare(config.trainer, table, rows)
         if teachers is not None:
-            teachers.look_at(policy, update, table)
+            teachers.compute_targets(policy, update, table)
         if table.route_shapes:
             update.routes = source.from_store(update)
         num_policy_tokens = int(table.policy_lengths[rows].sum())

@@ -46,20 +46,20 @@ def teller_of(lessons=(), *, tokenizer=None, rollout=None, **domain) -> PromptTe
 
 
 def test_lessons_stand_before_the_question():
-    told = teller_of(["look", "{question}"]).told(asked("1+1"))
+    told = teller_of(["look", "{question}"]).with_lessons(asked("1+1"))
     assert text_of(told) == "<([E1] look\n[E2] {question}) 1+1>"
     assert replace(told, token_ids=asked("1+1").token_ids) == asked("1+1")
 
 
 def test_without_lessons_a_prompt_stays_as_it_is():
     teller = teller_of()
-    assert teller.told(asked("1+1")) == asked("1+1") and teller.take_shortened() == 0
+    assert teller.with_lessons(asked("1+1")) == asked("1+1") and teller.take_shortened() == 0
 
 
 def test_the_newest_lessons_are_told_where_not_all_fit():
     teller = teller_of(["a" * 20, "b" * 20, "c" * 10])
-    assert text_of(teller.told(asked("?"))) == f"<([E2] {'b' * 20}\n[E3] {'c' * 10}) ?>"
-    assert text_of(teller.told(asked("q" * 59))) == "q" * 59, "not one of them fits"
+    assert text_of(teller.with_lessons(asked("?"))) == f"<([E2] {'b' * 20}\n[E3] {'c' * 10}) ?>"
+    assert text_of(teller.with_lessons(asked("q" * 59))) == "q" * 59, "not one of them fits"
     assert teller.take_shortened() == 2 and teller.take_shortened() == 0
 
 

@@ -28,7 +28,7 @@ from grpo_megatron.plan.timing.trainer import (
     trainer_work,
 )
 from grpo_megatron.plan.timing.work import (
-    MicroBatch,
+    MicroBatchSize,
     expert_elements,
     matrix_elements,
     model_flops,
@@ -71,7 +71,7 @@ def test_operations_of_latent_attention_shared_experts_and_dense_first_layers():
 
 
 def test_tensor_parallelism_halves_what_it_splits():
-    batch = MicroBatch(tokens=1024, squares=1024**2, policy_tokens=1024)
+    batch = MicroBatchSize(tokens=1024, squares=1024**2, policy_tokens=1024)
     whole = stage_work(sizes("qwen3-8b"), 0, batch, 2.5)
     half = stage_work(sizes("qwen3-8b", num_ranks=2, tensor_parallel_size=2), 0, batch, 2.5)
     assert half.forward.matrix_flops == whole.forward.matrix_flops / 2
@@ -82,7 +82,7 @@ def test_tensor_parallelism_halves_what_it_splits():
 
 
 def test_full_recomputation_computes_the_layers_again():
-    batch = MicroBatch(tokens=1024, squares=1024**2, policy_tokens=1024)
+    batch = MicroBatchSize(tokens=1024, squares=1024**2, policy_tokens=1024)
     plain = stage_work(sizes("qwen3-8b"), 0, batch, 2.5)
     again = stage_work(sizes("qwen3-8b", recompute="full"), 0, batch, 2.5)
     of_output = 2 * 151936 * 4096 * 1024
@@ -92,7 +92,7 @@ def test_full_recomputation_computes_the_layers_again():
 
 def test_bytes_to_experts_of_other_ranks():
     """Qwen3-30B-A3B with EP 8: 1024 tokens to 8 experts and back, 2048 x 2 bytes, 48 layers."""
-    batch = MicroBatch(tokens=1024, squares=1024**2, policy_tokens=1024)
+    batch = MicroBatchSize(tokens=1024, squares=1024**2, policy_tokens=1024)
     s = sizes("qwen3-30b-a3b", num_ranks=8, expert_parallel_size=8, expert_tensor_parallel_size=1)
     sent = stage_work(s, 0, batch, 2.5).forward.expert_bytes
     probabilities = 48 * 1024 * 8 * 4
@@ -172,7 +172,7 @@ def test_longer_answers_are_never_faster(answer, more):
 
 
 def test_context_parallelism_splits_a_long_micro_batch():
-    batch = MicroBatch(tokens=32768, squares=32768**2, policy_tokens=32768)
+    batch = MicroBatchSize(tokens=32768, squares=32768**2, policy_tokens=32768)
     whole = stage_work(sizes("qwen3-8b"), 0, batch, 2.5)
     s = sizes("qwen3-8b", num_ranks=4, context_parallel_size=4)
     part = stage_work(s, 0, batch, 2.5)
