@@ -120,7 +120,7 @@ def test_programs_run_in_a_process_of_environments():
 
 def test_a_sandbox_that_fails_is_nobodys_fault(monkeypatch):
     async def run(*_, **__):
-        return sandbox.Outcome(stderr=bytearray(b"no permission"))
+        return sandbox.ProgramOutcome(stderr=bytearray(b"no permission"))
 
     monkeypatch.setattr(python.sandbox, "run", run)
     with pytest.raises(Unscorable, match="the sandbox failed: no permission"):
