@@ -59,27 +59,31 @@ def turn_events(samples: Sequence[Sequences]) -> Events:
     num_states = 0
     for sample, sequences in enumerate(samples):
         num_tokens = 0
-        for turns, length in sequences:
-            for turn in turns or [Turn(0, length)]:
-                size = turn.end - turn.start
-                if size == 0:
-                    continue
-                num_tokens += size
-                number = num_states
-                if turn.state:
-                    number = number_of.setdefault(turn.state, num_states)
-                if number == num_states:
-                    num_states += 1
-                sample_of.append(sample)
-                ends.append(num_tokens - 1)
-                rewards.append(turn.reward)
-                states.append(number)
+        for turn in _turns_with_tokens(sequences):
+            num_tokens += turn.end - turn.start
+            state = num_states
+            if turn.state:
+                state = number_of.setdefault(turn.state, num_states)
+            if state == num_states:  # not seen before
+                num_states += 1
+            sample_of.append(sample)
+            ends.append(num_tokens - 1)
+            rewards.append(turn.reward)
+            states.append(state)
     return Events(
         sample=torch.tensor(sample_of, dtype=torch.int64),
         end=torch.tensor(ends, dtype=torch.int64),
         reward=torch.tensor(rewards, dtype=torch.float64),
         state=torch.tensor(states, dtype=torch.int64),
     )
+
+
+def _turns_with_tokens(sequences: Sequences) -> Iterator[Turn]:
+    """Yield the turns of a sample in order; a sequence without any is one turn."""
+    for turns, length in sequences:
+        for turn in turns or [Turn(0, length)]:
+            if turn.end > turn.start:
+                yield turn
 
 
 @dataclass(frozen=True)

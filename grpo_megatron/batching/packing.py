@@ -329,14 +329,15 @@ def _parts_of(
     order = np.argsort(-own, kind="stable")
     while num_units < len(family):
         parts = _level(sizes, costs, order, num_units, room)
-        if parts is not None:
-            units = []
-            for part in parts:
-                if len(part):
-                    episodes = [family[place] for place in part]
-                    units.append(_unit(paths, episodes, max_tokens))
-            return units
-        num_units += 1
+        if parts is None:
+            num_units += 1
+            continue
+        units = []
+        for part in parts:
+            if len(part):
+                episodes = [family[place] for place in part]
+                units.append(_unit(paths, episodes, max_tokens))
+        return units
     return [_unit(paths, [rows], max_tokens) for rows in family]
 
 

@@ -2,7 +2,7 @@
 samples, with the very tokens that the policy sampled."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +102,7 @@ class _Recording:
         )
 
     def answers(self, tokenizer: TextTokenizer, *, is_paired: bool) -> RecordedAnswers:
-        """Pairs, or labelled answers; and what was left out, by reason."""
+        """Return pairs, or labelled answers, and what was left out, by reason."""
         pairs: list[Preference] = []
         labelled: list[LabelledAnswer] = []
         dropped: Counter[str] = Counter()
@@ -112,9 +112,7 @@ class _Recording:
                 prompt, answers = self._read(table, rows, tokenizer)
                 correct = self._correct(table, rows)
                 if not is_paired:
-                    for answer, label in zip(answers, correct, strict=True):
-                        if not np.isnan(label):
-                            labelled.append((prompt, answer, float(label)))
+                    labelled += _labelled(prompt, answers, correct)
                     continue
                 usable = [True] * len(rows)
                 pair = pair_of(table.reward[rows], correct, usable, self._how)
@@ -158,3 +156,14 @@ class _Recording:
         of_run = self._config.domains[int(table.domain[rows[0]])]
         values = table.components[of_run.accuracy_component][rows]
         return np.where(np.isnan(values), np.nan, values >= of_run.least_correct)
+
+
+def _labelled(
+    prompt: Prompt, answers: Sequence[Completion], correct: np.ndarray
+) -> list[LabelledAnswer]:
+    """Return the answers with a label. correct: 1 right, 0 wrong, NaN not known; [G]."""
+    found = []
+    for answer, label in zip(answers, correct, strict=True):
+        if not np.isnan(label):
+            found.append((prompt, answer, float(label)))
+    return found

@@ -5,7 +5,7 @@ as one. The answers are stored with the step. A server that would teach nonsense
 other tokens for the same text, by scores that are no log-probs."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,18 +25,21 @@ class ServedTeachers:
     def __init__(self, config: RunConfig):
         rollout = config.rollout
         self._k = 0
-        self._teachers: dict[int, TeacherConfig] = {}
-        self._pools: dict[int, ReplicaPool] = {}
+        teachers: Sequence[TeacherConfig] = ()
         if config.distillation is not None:
             self._k = config.distillation.top_k
-            for number, teacher in enumerate(config.distillation.teachers):
-                if teacher.url is not None:
-                    key = ""
-                    if teacher.api_key is not None:
-                        key = from_environment(teacher.api_key)
-                    client = EngineClient(teacher.url, f"the teacher at {teacher.url}", token=key)
-                    self._teachers[number] = teacher
-                    self._pools[number] = ReplicaPool([client], max_attempts=rollout.max_attempts)
+            teachers = config.distillation.teachers
+        self._teachers: dict[int, TeacherConfig] = {}
+        self._pools: dict[int, ReplicaPool] = {}
+        for number, teacher in enumerate(teachers):
+            if teacher.url is None:
+                continue
+            key = ""
+            if teacher.api_key is not None:
+                key = from_environment(teacher.api_key)
+            client = EngineClient(teacher.url, f"the teacher at {teacher.url}", token=key)
+            self._teachers[number] = teacher
+            self._pools[number] = ReplicaPool([client], max_attempts=rollout.max_attempts)
         self._names = [d.name for d in config.domains]
         self._turn = asyncio.Semaphore(rollout.max_concurrent_requests)
         self._timeout_s = rollout.request_timeout_s
@@ -70,22 +73,30 @@ class ServedTeachers:
     async def answers(
         self, groups: Sequence[RolloutGroup[StoredCompletion]]
     ) -> dict[str, np.ndarray]:
-        """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n policy tokens of
-        those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
+        """Return `N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n policy
+        tokens of those groups that it teaches. Raises EngineError: it does not answer, or not with
+        log-probs."""
         found: dict[str, np.ndarray] = {}
         for number in self._teachers:
             questions = []
             for group in groups:
-                if not self._teaches(number, group.prompt):
-                    continue
-                for completion in group.completions:
-                    for sequence in completion.sequences:
-                        questions.append(self._ask(number, group.prompt, sequence))
+                if self._teaches(number, group.prompt):
+                    questions += self._questions(number, group)
             answers = await finish_or_cancel(questions)
             flat = np.concatenate([np.empty((0, self._k, 2)), *answers])
             found[f"{number}/ids"] = flat[..., 0].astype(np.int32)
             found[f"{number}/logprobs"] = flat[..., 1].astype(np.float32)
         return found
+
+    def _questions(
+        self, number: int, group: RolloutGroup[StoredCompletion]
+    ) -> list[Awaitable[np.ndarray]]:
+        """Return what asks teacher `number` about each sequence of a group."""
+        questions: list[Awaitable[np.ndarray]] = []
+        for completion in group.completions:
+            for sequence in completion.sequences:
+                questions.append(self._ask(number, group.prompt, sequence))
+        return questions
 
     def _teaches(self, number: int, prompt: Prompt) -> bool:
         return prompt.domain in (self._teachers[number].domains or self._names)

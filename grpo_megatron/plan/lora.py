@@ -1,5 +1,7 @@
 """Which linear layers of a model can have adapters, by Hugging Face's names."""
 
+from collections.abc import Sequence
+
 from grpo_megatron.config.lora import ALL_LINEAR, LoraConfig, is_target
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
@@ -64,6 +66,16 @@ def engine_layers(lora: LoraConfig, model: ModelFacts) -> list[str]:
     return sorted({layer.rpartition(".")[2] for layer in bound_layers(lora, model)})
 
 
+def _replaced(names: Sequence[str], old: str, new: str) -> list[str]:
+    """Return the names with `new` in the place of `old`."""
+    found = []
+    for name in names:
+        if name == old:
+            name = new
+        found.append(name)
+    return found
+
+
 @LORA_RULES.rule("lora_targets")
 def targets_name_layers(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> list[Violation]:
     """Refuse every target that names no linear layer of the model."""
@@ -78,14 +90,16 @@ def targets_name_layers(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> 
             continue
         close = []
         for name in nearest(target, dict.fromkeys(known)):
-            close.append([name if other == target else other for other in lora.targets])
-        remedy = f"the linear layers of {model.model_type} are {', '.join(layers)}"
+            close.append(_replaced(lora.targets, target, name))
+        remedy = ""
+        if not close:
+            remedy = f"the linear layers of {model.model_type} are {', '.join(layers)}"
         found.append(
             Violation(
                 "lora.targets",
                 f"{target!r} names no linear layer of the model ({model.model_type})",
                 nearest=close,
-                remedy="" if close else remedy,
+                remedy=remedy,
             )
         )
     return found

@@ -189,6 +189,8 @@ def last_lines(path: Path, most: int = _LOG_LINES) -> list[str]:
         return []
     lines = []
     for line in text.splitlines()[-most:]:
-        printable = "".join(character if character.isprintable() else " " for character in line)
-        lines.append(printable[:_LONGEST_LINE])
+        for character in set(line):
+            if not character.isprintable():
+                line = line.replace(character, " ")
+        lines.append(line[:_LONGEST_LINE])
     return lines

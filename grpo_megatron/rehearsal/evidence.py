@@ -97,13 +97,18 @@ def _learned_lessons(
 
 def of_judges(configs: Iterable[RunConfig], num_judged: int) -> list[Finding]:
     """Whether learned rewards were asked, where one of the runs has any; num_judged: how often."""
-    for config in configs:
-        for domain in config.domains:
-            for reward in domain.rewards:
-                if domain.weight > 0 and "url" in reward.arguments:
-                    detail = f"{num_judged} times"
-                    return [Finding("learned rewards were asked", num_judged > 0, detail)]
-    return []
+    if not any(_has_learned_reward(config) for config in configs):
+        return []
+    return [Finding("learned rewards were asked", num_judged > 0, f"{num_judged} times")]
+
+
+def _has_learned_reward(config: RunConfig) -> bool:
+    """Whether a server computes a reward of a domain that is trained."""
+    for domain in config.domains:
+        for reward in domain.rewards:
+            if domain.weight > 0 and "url" in reward.arguments:
+                return True
+    return False
 
 
 def _taught(run_dir: RunDir) -> Finding:

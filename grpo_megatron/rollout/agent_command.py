@@ -209,6 +209,7 @@ def _reward(printed: bytes) -> float | None:
 
 
 def _end_in_words(exit_code: int | None, messages: bytes) -> str:
+    """Say how the program ended, with the end of what it printed."""
     told = f"the program ended with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:
         told = f"the program ended by signal {-exit_code}"

@@ -153,6 +153,7 @@ class ToolCallReader:
         return ids
 
     def _unreadable_text(self, error: _Malformed) -> str:
+        """Say why a call could not be read, and how one is written."""
         told = f"the call could not be read: {error}"
         example = example_of(self.format_name)
         if example:

@@ -50,6 +50,7 @@ class Teachers:
             self._compute_targets(policy, update, table)
 
     def _compute_targets(self, policy: Policy, update: UpdateBatch, table: SampleTable) -> None:
+        """Run every teacher over the update, or read what a served one has answered."""
         students: list[torch.Tensor] | None = None
         for number, teacher in enumerate(self.settings.teachers):
             has_teacher = np.isin(table.domain, self._domains_of(teacher))
