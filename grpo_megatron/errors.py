@@ -50,8 +50,8 @@ def raised_as(
 
 
 def as_own_error(error: BaseException, other: type[GrpoMegatronError]) -> GrpoMegatronError:
-    """Return the error itself, if it is ours; a SetupError for a full disk, whoever met it; for
-    anything else an `other`."""
+    """Return the error itself, if it is ours; a SetupError for a full disk, wherever it was met;
+    for anything else an `other`."""
     if isinstance(error, GrpoMegatronError):
         return error
     if isinstance(error, OSError) and error.errno in _FULL:

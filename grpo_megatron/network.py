@@ -46,8 +46,9 @@ class Endpoint:
 
 
 def carries_token(authorization: str, token: str) -> bool:
-    """Whether the header `Authorization` of a request is `Bearer` and this token. Takes as long for
-    every wrong one, so that nobody learns from it how much of it is right."""
+    """Whether the header `Authorization` of a request is `Bearer` and this token. The comparison
+    takes equally long for every wrong token, so that it does not reveal how much of one is
+    right."""
     scheme, _, given = authorization.partition(" ")
     is_right = secrets.compare_digest(given.strip().encode(errors="replace"), token.encode())
     return is_right and scheme.lower() == "bearer"
@@ -76,8 +77,8 @@ def wait_for_endpoint(
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Bind a free port for a server that is yet to start: it binds beside this socket, and nobody
-    else is given the port until the socket is closed."""
+    """Bind a free port for a server that is yet to start: it binds beside this socket, and no other
+    process is given the port until the socket is closed."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server sets it too
     holder.bind((host, 0))  # never listens, so it takes no connection

@@ -28,7 +28,7 @@ from grpo_megatron.config.objective import ObjectiveConfig
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the weights of one optimizer step (or of a domain's part of it) are computed from."""
+    """From what the weights of one optimizer step (or of a domain's part of it) are computed."""
 
     tokens: np.ndarray  # int64 [N], policy tokens
     groups: np.ndarray  # int64 [N]

@@ -9,9 +9,9 @@ from grpo_megatron.config.objective import ObjectiveConfig
 
 
 def effective_share(batch: SampleBatch, rows: Tensor) -> float:
-    """`(sum w)^2 / (n sum w^2)` of the n samples `rows` (int64), w the product of pi_old /
-    pi_engine over a sample: the share that samples with equal weights would have to be to tell as
-    much. 1 on policy and for no samples; 1/n where one sample outweighs all."""
+    """Return `(sum w)^2 / (n sum w^2)` of the n samples `rows` (int64), with w the product of
+    pi_old / pi_engine over a sample: the effective sample size as a share of n. 1 on policy and for
+    no samples; 1/n where one sample outweighs all."""
     if not len(rows):
         return 1.0
     log_weights = batch.trajectory_log_ratios()[rows]

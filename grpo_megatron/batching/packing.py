@@ -281,8 +281,8 @@ def _unit(paths: SamplePaths, episodes: Sequence[np.ndarray], max_tokens: int) -
 
 
 def _units_apart(lengths: np.ndarray, episodes: Sequence[np.ndarray]) -> list[_Unit]:
-    """Return one unit for each episode, of samples of so many tokens, int64 [N], that share
-    nothing."""
+    """Return one unit for each episode, of samples that share nothing and have these numbers of
+    tokens, int64 [N]."""
     costs = sample_costs(lengths)
     units = []
     for rows in episodes:

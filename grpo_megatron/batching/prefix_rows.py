@@ -53,7 +53,7 @@ class SamplePaths:
 
     @classmethod
     def without_sharing(cls, lengths: np.ndarray) -> SamplePaths:
-        """Return samples of so many tokens, int64 [N], none of them shared."""
+        """Return samples with these numbers of tokens, int64 [N], none of them shared."""
         column = np.asarray(lengths, np.int64)[:, None]
         return cls.of_pieces(np.arange(len(column))[:, None], column)
 

@@ -124,7 +124,7 @@ class PendingCheckpoint:
         _finish_directory(self._working, self.directory, self._digests)
 
     def _finalized(self) -> bool:
-        """Have Megatron gather what was written, and write its index; False where it tells of a
+        """Have Megatron gather what was written, and write its index; False where it reports a
         failure, which it does on every rank. Collective."""
         try:
             for request in self._requests.values():

@@ -25,7 +25,8 @@ def _with_whole_paths(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class EpisodeConfig(Strict):
-    """Where an episode ends that nobody else ends, and how its turns are read."""
+    """The limits at which an episode ends unless something else ends it first, and how its turns
+    are read."""
 
     max_turns: int = Field(8, ge=1)
     """Most turns of the policy in an episode; then it ends with its outcome so far."""

@@ -1,4 +1,4 @@
-"""`[experience]`: what the policy is told of earlier problems."""
+"""`[experience]`: lessons from earlier problems, before the policy's prompts."""
 
 from pathlib import Path
 

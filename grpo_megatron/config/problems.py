@@ -1,4 +1,4 @@
-"""How everything that is wrong with a recipe is told at once: key, value, place, fix."""
+"""How everything that is wrong with a recipe is reported at once: key, value, place, fix."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Alarms over the metrics of a run: which are on, and what the user is told."""
+"""Alarms over the metrics of a run: which are on, and what the user reads."""
 
 import math
 from collections import deque

@@ -49,7 +49,7 @@ class ColdStart:
     """Trains on prompt + answer until greedy validation accuracy reaches the target, within
     `cold_start.max_steps`. The weights are published as version 0.
 
-    started: `time.monotonic()` when this attempt began; stopping: set when it is told to stop."""
+    started: `time.monotonic()` when this attempt began; stopping: set when the run is to stop."""
 
     def __init__(
         self,

@@ -47,10 +47,8 @@ class Demonstrations:
                 )
 
     async def completion(self, prompt: Prompt) -> Completion:
-        """Return what is trained of a prompt; nobody sampled it, so its log-probs count as
-        unusable.
-
-        Raises DataError where a demonstrated episode is no success."""
+        """Return what is trained for a prompt. No policy sampled it, so its log-probs count as
+        unusable. Raises DataError where a demonstrated episode is no success."""
         if prompt.domain not in self._turns:
             return self._answers.first(0, prompt)
         turns = self._turns[prompt.domain]
@@ -74,8 +72,8 @@ class Demonstrations:
         return played
 
     async def _played(self, turns: "_Turns", prompt: Prompt) -> Completion:
-        """Return the demonstrated episode; played again where its environment failed, which is
-        nobody's fault."""
+        """Return the demonstrated episode. Where the environment failed, which is not the
+        demonstration's fault, it is played again."""
         played = await self._played_once(turns, prompt)
         for _ in range(_TRIES - 1):
             if not math.isnan(played.outcome):

@@ -40,7 +40,7 @@ class Phases:
     before the sampling that runs beside it (rollout, reward).
 
     Attributes:
-        subject: Which step it is, for whoever watches."""
+        subject: Which step it is, for the screen."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

@@ -102,11 +102,11 @@ class GroupFilter:
         return carries_signal(objective, _as_batch(group, weights, self.correct(group) == 1))
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Acceptance, success and lengths of groups before any selection.
+        """Return acceptance, success and lengths of groups before any selection.
 
         pass_at_1 is the mean success rate of a prompt, pass_at_group the fraction of prompts with a
-        correct completion, both without the help of exemplars. What cannot be told (nothing
-        correct, nothing scored) is left out."""
+        correct completion, both without the help of exemplars. What is not known (nothing correct,
+        nothing scored) is left out."""
         of_groups = [self.correct(group) for group in groups]
         rates = _success_rates(of_groups)
         unaided_rates = _success_rates([self.unaided(group) for group in groups])

@@ -48,7 +48,8 @@ def main(run_path: str, attempt: str) -> int:
 
 
 class StopSignal:
-    """Before the first training step nothing is lost: the process ends. Then its loop is told."""
+    """Ends the process at a signal: at once before the first training step, when nothing is lost;
+    later by telling its loop."""
 
     def __init__(self) -> None:
         self._tell: Callable[[], object] = self._end

@@ -102,7 +102,7 @@ class Rejoining:
             await asyncio.sleep(_LOOK_S)
 
     def _is_new(self, index: int) -> bool:
-        """Whether a member was added, and nobody sees to one of its number any more."""
+        """Whether a member was added, and nothing waits for one of its number any more."""
         if index in self._known:
             return False
         return all(task.done() for task in self._tasks.get(index, []))

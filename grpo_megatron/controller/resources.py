@@ -38,7 +38,8 @@ from grpo_megatron.telemetry.events import append_event
 
 @dataclass
 class Resources:
-    """All of one run. Only `run.py` takes parts out of it; they get those that they name."""
+    """Everything open that one run needs. Only `run.py` takes parts out of it, and gives each part
+    by name what it needs."""
 
     tokenizer: TextTokenizer
     splits: Splits

@@ -318,7 +318,7 @@ class Run:
         num_samples: dict[str, float],
         seconds: float,
     ) -> None:
-        """Write `result.json` and tell the result; GateError where it misses a gate.
+        """Write `result.json` and show the result. Raises GateError where it misses a gate.
 
         num_samples: of the data set that the run made, empty where it made none."""
         before = None

@@ -54,7 +54,8 @@ class SamplingChain:
         return _AskedStep(drawn, task)
 
     def take(self, step: int) -> asyncio.Task[RecordedStep]:
-        """Return what samples `step`, the first that was not taken; asks for it if nobody has."""
+        """Return the task that samples `step`, the first that was not taken; starts it if nothing
+        has."""
         self.ask(step, step)
         return self._asked.pop(step).task
 

@@ -102,8 +102,8 @@ class ServedTeachers:
         return prompt.domain in (self._teachers[number].domains or self._names)
 
     async def _ask(self, number: int, prompt: Prompt, completion: StoredCompletion) -> np.ndarray:
-        """(id, log-prob) of the k likeliest at every token that the policy sampled of a sequence,
-        float64 [n of it, k, 2]."""
+        """Return (id, log-prob) of the k most likely tokens at every policy token of a sequence,
+        float64 [n, k, 2]."""
         prompt_ids = completion.prompt_ids(prompt)
         answer = await self._post(
             number,

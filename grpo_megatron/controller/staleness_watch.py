@@ -71,12 +71,12 @@ def answers_of(groups: Sequence[ScoredGroup]) -> tuple[float, ...]:
 
 
 class StalenessWatch:
-    """Takes the steps of an attempt in their order. A step of the store has no durations, and says
-    nothing of the next ones.
+    """Takes the steps of an attempt in their order. A step that was in the store has no durations,
+    and says nothing about the next ones.
 
     Attributes:
         bound: How many steps rollouts may run ahead now: `batch.max_staleness`, or with
-            `batch.adapt_staleness` what is needed of it."""
+            `batch.adapt_staleness` as much of it as is needed."""
 
     def __init__(self, config: RunConfig, bound: int = 0):
         """`bound`: where an earlier attempt left it; 0: as the recipe says."""

@@ -229,7 +229,8 @@ def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """An unreadable file is told where the tokenizer is loaded."""
+    """Read a JSON object; empty where the file is unreadable, which the tokenizer's loading
+    reports."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

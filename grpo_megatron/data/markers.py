@@ -202,7 +202,8 @@ def _is_marker(token: AddedToken) -> bool:
 
 
 def _is_seam(token: AddedToken) -> bool:
-    """One that takes white space in front of it, or is found between words only, is none."""
+    """Whether a marker is a seam: one that takes white space in front of it, or is found between
+    words only, is none."""
     return not token.lstrip and not token.single_word
 
 

@@ -100,7 +100,7 @@ class PromptRenderer:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """What the chat template refuses is told with the domain's name."""
+        """Add the domain's name to what the chat template refuses."""
         try:
             yield
         except DataError as error:

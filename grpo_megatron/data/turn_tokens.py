@@ -81,7 +81,7 @@ class _Sampled(NamedTuple):
 
 
 class _Rendered(NamedTuple):
-    """A conversation and the template's text of it."""
+    """A conversation, and its text by the template."""
 
     messages: tuple[Message, ...]
     text: str
@@ -354,7 +354,7 @@ class TurnTokens:
 
     @contextmanager
     def _named(self, turn: int) -> Iterator[None]:
-        """What the template refuses is told with the turn that it was asked for."""
+        """Add the turn to what the template refuses."""
         try:
             yield
         except DataError as error:

@@ -14,9 +14,8 @@ _REMEDY = "see grpo_megatron/environments/protocol.py for what it returns"
 
 
 def checked_observation(found: object, characters: int) -> Observation:
-    """Return the observation, with messages of at most so many `characters`.
-
-    Raises EpisodeError where it is none, or holds something of another type."""
+    """Return the observation, with messages of at most `characters`. Raises EpisodeError where it
+    is no observation, or holds something of another type."""
     if not isinstance(found, Observation):
         raise _fault(f"reset returned {type(found).__name__}, not an Observation")
     messages = _messages(found.messages, "reset")
@@ -36,10 +35,8 @@ def checked_observation(found: object, characters: int) -> Observation:
 
 
 def checked_step(found: object, characters: int) -> Step:
-    """Return the step, with messages of at most so many `characters`.
-
-    Raises EpisodeError where it is none, holds something of another type, or neither replies nor
-    ends the episode."""
+    """Return the step, with messages of at most `characters`. Raises EpisodeError where it is no
+    step, holds something of another type, or neither replies nor ends the episode."""
     if not isinstance(found, Step):
         raise _fault(f"step returned {type(found).__name__}, not a Step")
     messages = _messages(found.messages, "step")

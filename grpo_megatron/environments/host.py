@@ -192,8 +192,8 @@ class EnvironmentProcess:
         await self._lose(reason)
 
     async def _watch(self) -> None:
-        """End a process that is silent for too long. Time is counted in ticks, so that a busy host
-        blames nobody."""
+        """End a process that is silent for too long. Time is counted in ticks: a host that is too
+        busy to tick does not count against the process."""
         limit_s = self._begin.step_s + 2 * GRACE_S
         silent_s = 0.0
         seen = self._num_lines
@@ -206,7 +206,7 @@ class EnvironmentProcess:
         await self._lose(f"its process has not answered for {limit_s:g} s")
 
     async def _lose(self, reason: str) -> None:
-        """End the process; whoever waits for an answer of it learns why there is none."""
+        """End the process; requests that wait for it fail with the reason."""
         was_running = self._process is not None
         exit_code = await self._end()
         if not was_running:

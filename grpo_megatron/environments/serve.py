@@ -49,8 +49,8 @@ class _Episode:
 
 
 class Server:
-    """Episodes of one environment, by ids that nobody can guess. One that is not asked anything for
-    `idle_s` seconds is ended."""
+    """Serves episodes of one environment, by ids that cannot be guessed. An episode that is not
+    asked for anything for `idle_s` seconds is ended."""
 
     def __init__(self, config: EnvironmentConfig, *, token: str, idle_s: float, log_path: Path):
         domain = DomainConfig.model_validate(

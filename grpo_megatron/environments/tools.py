@@ -43,7 +43,7 @@ _Tool = typing.TypeVar("_Tool", bound=Callable[..., Awaitable[str]])
 
 
 class ToolError(Exception):
-    """A call that cannot work, for a reason that the policy is told."""
+    """A call that cannot work, for a reason that the policy is to read."""
 
 
 def tool(description: str, **parameters: str) -> Callable[[_Tool], _Tool]:

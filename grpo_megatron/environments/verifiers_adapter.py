@@ -186,7 +186,7 @@ def _policy_client(exchange: Any) -> Any:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class PolicyClient(Client):  # type: ignore[misc]
-        """Only `get_response` is asked of it."""
+        """A client of which only `get_response` is called."""
 
         def setup_client(self, config: Any) -> Any:
             raise NotImplementedError

@@ -52,9 +52,8 @@ class EngineRequest:
 
 
 def running(path: Path) -> RunDir:
-    """Return the run directory as the attempt that runs sees it.
-
-    Raises ConfigError where the run is not running, as far as its lock tells."""
+    """Return the run directory as the attempt that runs sees it. Raises ConfigError where the lock
+    says that the run is not running."""
     run_dir = RunDir(path)
     owner = ""
     with contextlib.suppress(OSError):
@@ -86,9 +85,8 @@ def _is_there(owner: str) -> bool:
 
 
 def ask(run_dir: RunDir, request: EngineRequest, timeout_s: float = ANSWER_S) -> str:
-    """Have the supervisor of a running run do what `request` says; returns what it tells.
-
-    Raises what it refuses with; EngineError where it does not answer."""
+    """Have the supervisor of a running run do what `request` says; returns its answer. Raises what
+    it refuses with; EngineError where it does not answer."""
     name = secrets.token_hex(4)
     asked = run_dir.endpoints / f"request-{name}.json"
     answered = run_dir.endpoints / f"answer-{name}.json"

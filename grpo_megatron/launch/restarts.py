@@ -25,8 +25,8 @@ class Restarts:
         self._clock = clock
 
     def plan(self, name: str) -> float | None:
-        """Plan the next start of a process that has died, in so many seconds; None: there is none
-        left."""
+        """Plan the next start of a process that has died; returns in how many seconds, None: it has
+        no start left."""
         if self.counts[name] >= self.most:
             return None
         pause_s = min(FIRST_PAUSE_S * float(2 ** self.counts[name]), LONGEST_PAUSE_S)

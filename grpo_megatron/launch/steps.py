@@ -303,7 +303,7 @@ class SlurmSteps:
             return None
 
     def kill(self, child: ChildProcess) -> None:
-        """End a step at once: Slurm kills its tasks where srun is told twice."""
+        """End a step at once: Slurm kills its tasks when srun gets a second SIGTERM."""
         _terminate_twice([child])
 
     def end(self, children: Sequence[ChildProcess]) -> None:

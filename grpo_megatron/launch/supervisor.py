@@ -235,7 +235,7 @@ class Supervisor:
 
     def _end_training(self) -> None:
         """End what holds a part of the unfinished step: trainer ranks, the controller, rollout
-        workers with their requests and episodes. Engines drop what nobody waits for."""
+        workers with their requests and episodes. Engines drop requests for which nothing waits."""
         present = [worker for worker in self.workers if worker.name not in self._reported_dead]
         ended = [*self.trainers, self.controller, *present]
         for role, child in self._child_of.items():

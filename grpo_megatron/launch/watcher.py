@@ -36,7 +36,7 @@ class Looker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the supervisor is to tell: a role that hangs or goes on, or files that stall."""
+    """What the supervisor is to report: a role that hangs or goes on, or files that stall."""
 
     kind: Literal["hung", "recovered", "files"]
     text: str
@@ -115,7 +115,7 @@ class Watcher:
         self._named.pop(role, None)
 
     def take_news(self) -> list[News]:
-        """Return what there is to tell since the last call, not of a process that has ended
+        """Return what there is to report since the last call, without processes that have ended
         meanwhile."""
         found = []
         with contextlib.suppress(queue.Empty):
@@ -166,7 +166,7 @@ class Watcher:
             self.look_once(passed_s)
 
     def look_once(self, passed_s: float) -> None:
-        """Read all files and tell what has changed; `passed_s` since the last time."""
+        """Read all files and note what has changed; `passed_s` since the last time."""
         self._round_began_s = time.monotonic()
         self._is_round = True
         self._own.advance()

@@ -109,7 +109,8 @@ def targets_name_layers(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> 
 def every_stage_has_adapters(
     run: RunConfig, lora: LoraConfig, model: ModelFacts
 ) -> Violation | None:
-    """Refuse targets that some layers, and so maybe a pipeline stage, have none of."""
+    """Refuse targets that some layers do not have, for a pipeline stage may then have no
+    adapters."""
     bound = bound_layers(lora, model)
     is_mixed = model.is_moe and model.has_dense_layers
     if run.trainer.pipeline_parallel_size == 1 or not is_mixed or not bound:

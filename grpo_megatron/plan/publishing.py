@@ -50,8 +50,8 @@ class PublishPlan:
 def bucket_bytes(num_bytes: int, num_workers: int, max_bytes: int, min_bytes: int) -> int:
     """Return the size of the buckets of a stream of `num_bytes` through `num_workers`.
 
-    There are so many that the last worker is hardly behind the first, and several even of a small
-    model: a worker loads one while the next comes."""
+    There are so many that the last worker is hardly behind the first, and several even for a small
+    model: a worker loads one while the next arrives."""
     num_buckets = max(_BUCKETS, _BUCKETS_PER_WORKER * num_workers)
     return min(max_bytes, max(min_bytes, num_bytes // num_buckets))
 

@@ -283,8 +283,8 @@ def _working(s: Sizes, is_moe: bool, *, with_kept: bool) -> int:
 
 
 def _working_of_attention(s: Sizes, is_moe: bool) -> int:
-    """Return bytes that attention takes while it is differentiated, beside what the layer keeps:
-    its MLP has been by then."""
+    """Return bytes that attention takes while it is differentiated, beside what the layer keeps.
+    The MLP, which comes after attention, has been differentiated by then."""
     found = _total(FORMS["working"]["attention"][s.attention], s)
     return found - _total(FORMS["kept"][_mlp(is_moe)], s)
 

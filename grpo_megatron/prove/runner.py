@@ -174,7 +174,7 @@ def _judge(
 
 
 def cause_of(outcome: Outcome, lines: Sequence[str], fallback: Cause) -> Cause:
-    """Find the likely cause of a failure in what was said of it, then in the log."""
+    """Find the likely cause of a failure in its messages, then in the log."""
     said = [outcome.problem]
     for check in outcome.evidence.failed:
         said.append(check.detail)

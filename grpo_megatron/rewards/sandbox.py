@@ -60,7 +60,8 @@ async def run(
     give_fds: Sequence[int] = (),
 ) -> ProgramOutcome:
     """Run a Python program, the first of `files` (content by path), to its end or until cancelled;
-    nothing of it is left. `give_fds`, sockets for it, keep their numbers and are closed here."""
+    nothing of it stays behind. `give_fds`, sockets for it, keep their numbers and are closed
+    here."""
     outcome = ProgramOutcome()
     status, status_fd = os.pipe()
     with open(status, "rb", 0) as report, contextlib.ExitStack() as theirs:

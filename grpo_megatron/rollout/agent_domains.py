@@ -41,9 +41,8 @@ class _Result(NamedTuple):
 
 
 class AgentDomain:
-    """Has programs play the episodes of one domain through the door.
-
-    limits: of an episode of at most so many tokens."""
+    """Has programs play the episodes of one domain through the door. limits: of an episode with
+    that many tokens at most."""
 
     def __init__(
         self,

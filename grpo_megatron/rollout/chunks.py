@@ -9,7 +9,7 @@ from grpo_megatron.types import PromptImage
 
 
 class ChunkProblem(msgspec.Struct, frozen=True):
-    """What an environment is told of a prompt: a `types.Problem`."""
+    """What an environment gets of a prompt: a `types.Problem`."""
 
     question: str
     answer: str

@@ -233,8 +233,8 @@ class ConversationSession:
             )
 
     def _tokens_left(self, state: TurnState, num_between: int, num_before: int) -> int:
-        """Return tokens that the next turn may have, behind so many of the episode and of the
-        record."""
+        """Return how many tokens the next turn may have, after the given numbers in the episode and
+        in the record."""
         limits = self._limits
         left = min(
             limits.max_model_len - len(state.token_ids),
@@ -255,9 +255,9 @@ class ConversationSession:
         )
 
     def _longest_known(self, messages: Sequence[Message]) -> _Conversation | None:
-        """Return the conversation that `messages` go on from, of equal ones one that nothing has
-        gone on from yet; None: they begin one. With other tools the template writes another text,
-        which makes a restart of it."""
+        """Return the longest conversation that `messages` continue, among equal ones one that
+        nothing has continued yet; None: they begin a new one. With other tools the template writes
+        another text, which makes it a restart."""
         asked = [comparable(message) for message in messages]
         best = None
         best_rank = (0, False)

@@ -2,7 +2,7 @@
 
     pause all → (start and update all ∥ trainer sends) → finish all → compare → resume all
 
-Whatever goes wrong, engines stay paused: none may sample from weights that nobody vouches for."""
+Whatever goes wrong, engines stay paused: none may sample from weights that were not verified."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any

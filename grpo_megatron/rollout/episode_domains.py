@@ -31,9 +31,8 @@ _Sampler = TypeVar("_Sampler", bound=TurnSampler)
 
 
 class EpisodeDomain:
-    """Plays the episodes of one domain with its environment.
-
-    limits: of an episode of at most so many tokens."""
+    """Plays the episodes of one domain with its environment. limits: of an episode with that many
+    tokens at most."""
 
     def __init__(
         self,

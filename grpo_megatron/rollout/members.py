@@ -26,7 +26,7 @@ def write_members(run_dir: RunDir, members: Mapping[int, Membership]) -> None:
 
 
 def read_members(run_dir: RunDir, config: RunConfig) -> dict[int, Membership]:
-    """Say which engines the run has, by number; those of the recipe where nobody wrote it down."""
+    """Return which engines the run has, by number; those of the recipe where no file says it."""
     try:
         named = json.loads((run_dir.endpoints / _FILE).read_text())
     except (OSError, ValueError):

@@ -121,7 +121,7 @@ class ReplicaPool:
         return None
 
     def remove(self, index: int) -> None:
-        """Know nothing of a replica any more; whoever asks it finds that it is not there."""
+        """Forget a replica; requests to it fail as to one that is not there."""
         replica = self.find(index)
         if replica is None:
             return

@@ -13,7 +13,7 @@ def num_tokens_to_stop(
     text_of: Callable[[int], str], num_tokens: int, stops: Sequence[str]
 ) -> int | None:
     """Return how many tokens of a turn there are up to the first that completes one of `stops`;
-    None: no token does. text_of: the text of so many tokens."""
+    None: no token does. text_of: decodes a number of tokens."""
     if first_stop(text_of(num_tokens), stops) is None:
         return None
     low = 1

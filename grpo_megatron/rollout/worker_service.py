@@ -166,7 +166,7 @@ def _prompt_of(asked: ChunkPrompt) -> Prompt:
 
 
 def _subject(chunk: Chunk) -> str:
-    """Return what a chunk is, for whoever watches."""
+    """Describe a chunk, for `status` and logs."""
     first = ""
     if chunk.prompts:
         first = f", from prompt {chunk.prompts[0].prompt_id} on"

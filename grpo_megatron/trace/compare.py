@@ -81,7 +81,7 @@ def _planned_moving(config: RunConfig, sizes: Sizes, load: Load, stage: int) -> 
 
 
 def _shapes(sizes: Sizes, trace: RankTrace) -> Iterator[Comparison]:
-    """Compare parameters one by one, and tell of the first that differs."""
+    """Compare parameters one by one, and describe the first that differs."""
     for chunk, real in enumerate(trace.static.shapes):
         planned = [weight.numel for weight in weights_of_chunk(sizes, trace.stage, chunk)]
         name = f"parameters of chunk {chunk}"

@@ -44,7 +44,7 @@ Target = hf_export.HFTarget | torch_dist.MegatronTarget
 
 
 class ConversionJob(msgspec.Struct, frozen=True):
-    """What to convert, and how; a JSON file of it is all that a rank is given."""
+    """What to convert, and how; a JSON file of it is all that a rank gets."""
 
     source: str
     target: str | None = None  # None: only check `source`
@@ -57,7 +57,7 @@ class ConversionJob(msgspec.Struct, frozen=True):
 
 
 def say(**message: Any) -> None:
-    """Print one JSON object, which whoever started this rank reads."""
+    """Print one JSON object for the process that started this rank."""
     print(json.dumps(message), flush=True)
 
 
@@ -189,7 +189,8 @@ def _identity(job: ConversionJob) -> list[Any]:
 
 
 def _empty(working: Path) -> None:
-    """Remove what is in the directory, if it exists, but the lock of whoever started us."""
+    """Remove what is in the directory, if it exists, except the lock of the process that started
+    us."""
     if not working.exists():
         return
     for path in working.iterdir():

@@ -65,8 +65,8 @@ def group_relative(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Te
 
 
 def _raw_std(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
-    """Return the deviation of the rewards of each sample's scope as they were sampled: before any
-    filter, of which an all-right or all-wrong group is no part otherwise. [N]"""
+    """Return the deviation of the rewards in each sample's scope as they were sampled: before any
+    filter, which leaves out all-right and all-wrong groups. [N]"""
     rewards = batch.rewards
     valid = groups.valid
     scopes = batch.scopes(o.statistics_scope)

@@ -25,7 +25,7 @@ def values_have_a_critic(run: RunConfig) -> Violation | None:
 
 @CRITIC_RULES.rule("critic")
 def critics_are_asked(run: RunConfig) -> Violation | None:
-    """Refuse a critic that nobody asks for values."""
+    """Refuse a critic whose values nothing uses."""
     if run.critic is None or run.objective.advantage == "gae":
         return None
     return Violation(

@@ -73,7 +73,7 @@ def only_rl_trains_a_batch_again(run: RunConfig) -> Violation | None:
 
 @DISTILLATION_RULES.rule("token_routing")
 def losses_of_tokens_use_their_routing(run: RunConfig) -> list[Violation]:
-    """Whether a supervised or distilling run asks for routes that nobody records."""
+    """Whether a supervised or distilling run asks for routes that are not recorded."""
     if run.kind not in _OF_TOKENS:
         return []
     off: dict[str, object] = {"keep_loss": "none", "balance_weight": 0.0}
@@ -143,7 +143,7 @@ def teachers_know_their_domains(run: RunConfig) -> list[Violation]:
 
 @DISTILLATION_RULES.rule("untaught_domain")
 def domains_have_a_teacher(run: RunConfig) -> list[Violation]:
-    """Refuse trained domains that nobody teaches."""
+    """Refuse trained domains without a teacher."""
     if run.distillation is None:
         return []
     every = [domain.name for domain in run.domains]

@@ -13,7 +13,8 @@ _KINDS = ("experience", "eval")
 
 @EXPERIENCE_RULES.rule("experience")
 def kind_and_table_go_together(run: RunConfig) -> Violation | None:
-    """Refuse kind experience without [experience], and the table in runs that tell no lessons."""
+    """Refuse kind experience without [experience], and the table in runs whose policy gets no
+    lessons."""
     has_table = run.experience is not None
     if run.kind == "experience" and not has_table:
         return Violation(
@@ -35,7 +36,7 @@ def kind_and_table_go_together(run: RunConfig) -> Violation | None:
 
 @EXPERIENCE_RULES.rule("experience")
 def measured_lessons_come_from_somewhere(run: RunConfig) -> Violation | None:
-    """Refuse an evaluation with lessons that nobody has learned."""
+    """Refuse an evaluation with lessons for which no path is given."""
     if run.kind != "eval" or run.experience is None or run.experience.path is not None:
         return None
     return Violation(

@@ -37,7 +37,7 @@ Check = Callable[..., Violation | Sequence[Violation] | None]
 
 
 class RuleSet:
-    """Rules that take the same arguments, in the order in which they are told."""
+    """Rules that take the same arguments, in the order in which their violations are reported."""
 
     def __init__(self) -> None:
         self._checks: list[tuple[str, Check]] = []

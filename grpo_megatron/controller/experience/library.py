@@ -1,4 +1,4 @@
-"""The lessons that a policy is told, and the operations that change them."""
+"""The lessons that a policy reads, and the operations that change them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class Library:
         return changed
 
     def take_refused(self) -> list[str]:
-        """Why operations were refused; they are told once."""
+        """Return why operations were refused, and forget it."""
         refused = self.refused
         self.refused = []
         return refused

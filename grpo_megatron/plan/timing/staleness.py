@@ -397,7 +397,7 @@ class _Simulation:
         return found
 
     def _version_at(self, engine_s: float) -> int:
-        """Return the newest version that engines had at this time of theirs."""
+        """Return the newest version that engines had at a time of their clock."""
         return max(bisect_right(self._came, engine_s) - 1, 0)
 
 

@@ -180,8 +180,8 @@ class PublishedAdapter:
 
 
 def take(model: Any, adapter: PublishedAdapter) -> None:
-    """Let an adapter be the one of the model from now on; it is in the slot when the update is
-    finished. Raises MismatchError where the engine has no place for a tensor of it."""
+    """Make an adapter the one of the model; it is in the slot when the update is finished. Raises
+    MismatchError where the engine has no place for one of its tensors."""
     entries = [entry_of(name, tensor) for name, tensor in adapter.tensors.items()]
     for name, why in refusals(model, entries).items():
         raise MismatchError(f"tensor {name!r} of the adapter: {why}")

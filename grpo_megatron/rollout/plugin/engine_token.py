@@ -26,7 +26,7 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 def own_token() -> str:
-    """Return the token of this server. Raises SetupError where nobody gave it one: it must not
+    """Return the token of this server. Raises SetupError where it was given none: it must not
     answer then."""
     token = os.environ.get(VARIABLE, "")
     if not token:

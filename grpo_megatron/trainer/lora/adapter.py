@@ -130,9 +130,9 @@ class Adapter(torch.nn.Module):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether tensor ranks of an expert each have a part of the gradient of what is whole on
-        all of them. Megatron sums those of the other layers in the end, those of experts nowhere.
-        """
+        """Whether each tensor rank of an expert has only a part of the gradient of what is whole on
+        all of them. Megatron adds up the parts of other layers in the end, and those of experts
+        nowhere."""
         is_split = self.split.dim is not None and self.split.size > 1
         return self.split.is_expert and not self.shared and is_split
 
