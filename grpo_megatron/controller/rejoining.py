@@ -159,6 +159,8 @@ class Rejoining:
         append_event(self._run_dir.events, "joined", role=name, version=version, seconds=seconds)
 
     async def _see_to_worker(self, index: int) -> None:
+        """Connect to a worker that was started again, as often as it is; ends when none is
+        expected."""
         name = f"worker-{index}"
         while is_expected(self._run_dir, name):
             if self._workers.has(index):

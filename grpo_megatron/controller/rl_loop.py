@@ -196,8 +196,9 @@ class RLLoop:
         directory = recorded.directory
         engines_pause = not (self.ahead or config.uses_dataset)
         with self._phases.measure("train"):
+            # colocated engines leave their devices before the training, others pause meanwhile
             if engines_pause and config.placement.mode == "colocated":
-                await self._publisher.pause_engines()  # before the training, elsewhere beside it
+                await self._publisher.pause_engines()
             await self._judges.pause(sleep=config.placement.gpus_per_node > 0)
             request = Train(
                 directory=directory,
@@ -212,7 +213,7 @@ class RLLoop:
             try:
                 async with self._publisher.training():
                     results = await finish_or_cancel(together)
-            except MismatchError:  # nor may a resume train them
+            except MismatchError:  # a resume may not train these samples either
                 replace_directory(directory, directory.with_name(f"rejected_{directory.name}"))
                 raise
         report: TrainReport = results[0]

@@ -16,7 +16,7 @@ from grpo_megatron.data.conversation import (
     read_conversation,
     split_reply,
 )
-from grpo_megatron.data.row_formats import prompt_field_of, text_of
+from grpo_megatron.data.row_formats import conversation_of, prompt_field_of, text_of
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Problem
 
@@ -162,13 +162,7 @@ def _problem(
             if not question.strip():
                 raise DataError(f"field {field!r} is empty", where=where)
             return Problem(question, "", metadata)
-        if domain.template != CHAT:
-            raise DataError(
-                f"field {field!r} is a conversation, which no template of one question can render",
-                where=where,
-                remedy='set template = "chat" of the domain',
-            )
-        messages = read_conversation(fields[field], where=where, field=field)
+        messages = conversation_of(where, fields, field, domain)
         conversation, _ = split_reply(messages)
     metadata[MESSAGES] = list(conversation)
     return Problem(last_question(conversation), "", metadata)

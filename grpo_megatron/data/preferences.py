@@ -283,8 +283,8 @@ def _nothing_left(domain: DomainConfig, reasons: Mapping[str, int]) -> DataError
 
 
 def split_by_prompt(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
-    """Take at least so many held-out and validation preferences by the hash of their prompts' text,
-    shared out over domains; those of equal prompts stay together."""
+    """Take at least `num_heldout` and `num_validation` preferences by the hash of their prompts'
+    text, in proportion to the domains' sizes; those of equal prompts stay together."""
     train: dict[str, list[Prompt]] = {}
     for prompt in sorted(prompts, key=lambda prompt: (text_hash(prompt.text), prompt.prompt_id)):
         train.setdefault(prompt.domain, []).append(prompt)

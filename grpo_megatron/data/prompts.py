@@ -147,8 +147,8 @@ def text_hash(text: str) -> str:
 
 
 def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
-    """Drop duplicates (first wins), then take exactly so many held-out and validation prompts by
-    hash, shared out over domains by their number of distinct prompts."""
+    """Drop duplicates (first wins), then take exactly `num_heldout` and `num_validation` prompts by
+    hash, in proportion to the domains' numbers of distinct prompts."""
     if not prompts:
         raise DataError("no prompts", remedy="check [[domains]]")
     distinct: dict[str, Prompt] = {}

@@ -17,6 +17,7 @@ from grpo_megatron.config.suggest import nearest
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.conversation import (
     MESSAGES,
+    Message,
     is_conversation,
     last_question,
     read_conversation,
@@ -104,18 +105,27 @@ def prompt_field_of(where: str, fields: Mapping[str, Any], domain: DomainConfig)
     raise _no_field(where, fields, domain.prompt_field, "prompt_field")
 
 
-def _of_conversation(
+def conversation_of(
     where: str, fields: Mapping[str, Any], field: str, domain: DomainConfig
-) -> Problem:
-    """An assistant's last turn is the row's answer, unless it has a field for that; where responses
-    are trained, it is a response, and one of several if the row has more."""
+) -> list[Message]:
+    """Read the conversation in a field of a row. Raises DataError where the domain's template
+    cannot render one, or it is no conversation."""
     if domain.template != CHAT:
         raise DataError(
             f"field {field!r} is a conversation, which no template of one question can render",
             where=where,
             remedy='set template = "chat" of the domain',
         )
-    messages = read_conversation(fields[field], where=where, field=field)
+    return read_conversation(fields[field], where=where, field=field)
+
+
+def _of_conversation(
+    where: str, fields: Mapping[str, Any], field: str, domain: DomainConfig
+) -> Problem:
+    """Make a problem of a conversation. An assistant's last turn is the row's answer, unless it has
+    a field for that; where responses are trained, it is a response, and one of several if the row
+    has more."""
+    messages = conversation_of(where, fields, field, domain)
     conversation, reply = split_reply(messages)
     metadata = dict(fields)
     del metadata[field]

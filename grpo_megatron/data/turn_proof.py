@@ -44,9 +44,9 @@ def prove(tokens: TurnTokens, opening: Sequence[Message] = (_QUESTION,)) -> Proo
     """Go through two turns of every kind behind `opening`, a first conversation of the run, which
     may describe tools where the template does not.
 
-    DataError where an id differs from the template's, where the template drops what the user, a
-    tool or the policy says, or the tools; and where it refuses a user's message behind an answer,
-    or with tools a result behind a call."""
+    Raises DataError where an id differs from the template's, where the template drops what the
+    user, a tool or the policy says, or the tools; and where it refuses a user's message behind an
+    answer, or with tools a result behind a call."""
     begin = tokens.begin(opening)
     _require_tools(tokens, begin)
     transitions: list[Transition] = []

@@ -48,7 +48,8 @@ def note_waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 
 def _note_indexing(args: tuple[Any, ...]) -> None:
-    """Masks become indices, of which the host must know the number; the host's are moved."""
+    """Note what indexing waits for: a mask becomes indices, whose number the host must know;
+    indices and numbers of the host are moved to the device."""
     values = args[2] if len(args) > 2 else None
     is_number = isinstance(values, torch.Tensor) and values.dim() == 0
     is_host_number = is_number and not isinstance(values, PretendedTensor)

@@ -138,9 +138,10 @@ def _moved_to_the_device(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tens
 def _with_numbers(
     make: Callable[..., torch.Tensor], default: torch.device
 ) -> Callable[..., torch.Tensor]:
-    """`torch.tensor`, which torch makes on the meta device without asking a mode: numbers are lost.
+    """Return what takes the place of `torch.tensor`, which makes tensors on the meta device without
+    asking a mode, so that their numbers are lost.
 
-    default: where it makes them if nobody says where."""
+    default: the device of tensors for which none is named."""
 
     def tensor(data: Any, *, device: Any = None, **settings: Any) -> torch.Tensor:
         if isinstance(data, list):

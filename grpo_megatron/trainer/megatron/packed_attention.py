@@ -176,7 +176,8 @@ def _similar(
     length_of: Callable[[_Segment], int],
     longest: Callable[[int], float],
 ) -> list[list[_Segment]]:
-    """Group segments by a length, which ascends from a group's first to `longest` of that."""
+    """Group segments of similar length: each group ascends from the length of its first segment to
+    at most `longest` of that."""
     groups: list[list[_Segment]] = []
     limit = 0.0
     for segment in sorted(segments, key=length_of):
