@@ -197,7 +197,8 @@ class SampleBatch:
         return self.sums(values) / self.token_counts.clamp(min=1)
 
     def flat_index(self, rows: Tensor) -> Tensor:
-        """Return positions in the flat columns of the tokens of `rows` (int64), in their order."""
+        """Return where the tokens of `rows` (int64 [S]) are in the flat columns, in their order:
+        int64 [n of these samples]."""
         counts = self.token_counts[rows]
         starts = self.offsets[rows] - (counts.cumsum(0) - counts)
         every_token = torch.arange(int(counts.sum()), device=counts.device)
@@ -257,7 +258,8 @@ class SampleBatch:
         return columns
 
     def group_chunks(self) -> Iterator[Tensor]:
-        """Yield rows (int64) of whole groups, about `CHUNK_TOKENS` tokens at a time."""
+        """Yield the rows of whole groups, about `CHUNK_TOKENS` tokens at a time: int64 [samples of
+        the chunk]."""
         order = torch.argsort(self.group_ids, stable=True)
         group_tokens = torch.bincount(self.group_ids, self.token_counts).long()
         first_tokens = group_tokens.cumsum(0) - group_tokens

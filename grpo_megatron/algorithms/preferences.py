@@ -49,7 +49,7 @@ def simpo_loss(differences: Tensor, beta: float, gamma: float, label_smoothing: 
 
 
 def log_odds(logprobs: Tensor) -> Tensor:
-    """`log(p / (1 - p))` of `log p`, which is below 0."""
+    """Return `log(p / (1 - p))` of `log p`, which is below 0; in the shape of `logprobs`."""
     return logprobs - _log1mexp(logprobs)
 
 
@@ -87,8 +87,8 @@ def kto_loss(
 
 
 def kto_baseline(scores: Tensor) -> Tensor:
-    """KTO's z: the mean score of answers to other prompts of the step, at least 0, a scalar that
-    has no gradient."""
+    """Return KTO's z: the mean score of answers to other prompts of the step, at least 0, a scalar
+    without gradient. scores: [M]."""
     return scores.detach().mean().clamp(min=0)
 
 

@@ -65,7 +65,8 @@ class Stats:
             self.samples[name] = values
 
     def kept_samples(self) -> dict[str, Tensor]:
-        """Return values that were kept one by one, without the samples that have none."""
+        """Return the values that were kept one by one, by name, [number of values]; samples without
+        one (NaN) are left out."""
         return {name: values[~values.isnan()] for name, values in self.samples.items()}
 
     def result(self) -> dict[str, float]:

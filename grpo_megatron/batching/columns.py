@@ -25,7 +25,8 @@ def write_columns(path: Path, columns: dict[str, np.ndarray], *, new: bool = Fal
 
 
 def read_columns(path: Path) -> dict[str, np.ndarray]:
-    """Memory-map every array of a file. Raises DataError when it is truncated or foreign."""
+    """Memory-map every array of a file; returns them by name, each in the shape in which it was
+    written. Raises DataError when the file is truncated or foreign."""
     columns = {}
     with (
         raised_as(DataError, "unreadable sample file", where=path),

@@ -32,7 +32,8 @@ _COST_OF_A_ROW = 16.0
 
 
 def sample_costs(lengths: np.ndarray, quadratic: float = _QUADRATIC) -> np.ndarray:
-    """Relative training time of samples: `length + quadratic * length**2`."""
+    """Return the relative training time of samples, float64 [N]: `length + quadratic * length**2`.
+    lengths: tokens, [N]."""
     lengths = np.asarray(lengths, np.float64)
     return lengths + quadratic * lengths**2
 

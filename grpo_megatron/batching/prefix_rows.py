@@ -98,7 +98,8 @@ class SamplePaths:
         return own[has_tokens], before.ravel()[firsts][has_tokens]
 
     def by_episode(self) -> list[np.ndarray]:
-        """Return the samples of every episode, int64, ascending, in order of appearance."""
+        """Return the samples of every episode, int64 [its samples] each, ascending, in order of
+        appearance."""
         starts = np.flatnonzero(np.diff(self.episodes)) + 1
         return np.split(np.arange(len(self.episodes)), starts)
 
@@ -151,7 +152,8 @@ class RowTree:
         return int((self.first_positions + self.lengths).max(initial=0))
 
     def prefix(self, segment: int) -> np.ndarray:
-        """Return where the tokens before a segment are, from the first position on; int64."""
+        """Return where the tokens before a segment are, from the first position on: int64 [their
+        number]."""
         parts = [np.empty(0, np.int64)]
         parent = int(self.parents[segment])
         while parent != _NO_PARENT:
@@ -160,7 +162,7 @@ class RowTree:
         return np.concatenate(parts[::-1])
 
     def own(self, segment: int) -> np.ndarray:
-        """Return where the tokens of a segment are, int64."""
+        """Return where the tokens of a segment are: int64 [its length]."""
         return np.arange(*self.bounds[segment : segment + 2])
 
     def padded(self, num_tokens: int) -> RowTree:

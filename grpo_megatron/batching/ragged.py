@@ -14,7 +14,8 @@ def ragged(
 
 
 def concatenate(parts: Sequence[ArrayLike], dtype: DTypeLike) -> np.ndarray:
-    """Return the parts one after another; an empty array if there are none."""
+    """Return the parts one after another, [sum of their lengths]; an empty array if there are
+    none."""
     if not parts:
         return np.empty(0, dtype)
     return np.concatenate([np.asarray(part, dtype) for part in parts])

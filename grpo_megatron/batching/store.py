@@ -389,7 +389,8 @@ class SampleTable:
         return found
 
     def rows_of(self, episodes: np.ndarray) -> np.ndarray:
-        """Return the rows of some episodes, int64, ascending."""
+        """Return the rows of some episodes (int64 [their number]): int64 [their sequences],
+        ascending."""
         return np.flatnonzero(np.isin(self.episode, episodes))
 
     def policy_places(self, row: int) -> np.ndarray:

@@ -123,7 +123,7 @@ class HFReader:
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a whole tensor, as `rows` does."""
+        """Read a whole tensor in its own shape, as `rows` does."""
         return self.rows(name, 0, self.shape(name)[0])
 
     def rows(self, name: str, start: int, end: int) -> torch.Tensor:

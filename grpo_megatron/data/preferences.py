@@ -284,7 +284,9 @@ def _nothing_left(domain: DomainConfig, reasons: Mapping[str, int]) -> DataError
 
 def split_by_prompt(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
     """Take at least `num_heldout` and `num_validation` preferences by the hash of their prompts'
-    text, in proportion to the domains' sizes; those of equal prompts stay together."""
+    text, in proportion to the domains' sizes; those of equal prompts stay together.
+
+    Raises DataError where a domain has none left for training."""
     train: dict[str, list[Prompt]] = {}
     for prompt in sorted(prompts, key=lambda prompt: (text_hash(prompt.text), prompt.prompt_id)):
         train.setdefault(prompt.domain, []).append(prompt)

@@ -148,7 +148,9 @@ def text_hash(text: str) -> str:
 
 def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
     """Drop duplicates (first wins), then take exactly `num_heldout` and `num_validation` prompts by
-    hash, in proportion to the domains' numbers of distinct prompts."""
+    hash, in proportion to the domains' numbers of distinct prompts.
+
+    Raises DataError where there are no prompts, or a domain has none left for training."""
     if not prompts:
         raise DataError("no prompts", remedy="check [[domains]]")
     distinct: dict[str, Prompt] = {}

@@ -58,7 +58,10 @@ class CharacterTokenizerConfig(Strict):
 
 def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     """Write config.json, generation_config.json and the tokenizer (no weights). config.json is
-    `[hf]` as it stands, not what transformers would make of it: export copies it byte for byte."""
+    `[hf]` as it stands, not what transformers would make of it: export copies it byte for byte.
+
+    Raises DataError for a preset of a released checkpoint, and for a tokenizer table that is
+    wrong."""
     if preset.checkpoint:
         raise DataError(
             f"{preset.name} is a released checkpoint, not a model to start at random",

@@ -135,10 +135,6 @@ class TurnTokens:
         ids, _ = self._without_end(sampled_ids)
         return opening_of(state.text, self.assistant_prefix) + self.markers.text_of(ids)
 
-    def reply_message(self, state: TurnState, sampled_ids: Sequence[int]) -> Message:
-        """Return the reply as a message without calls."""
-        return {"role": "assistant", "content": self.reply_text(state, sampled_ids)}
-
     def after(
         self,
         state: TurnState,

@@ -11,7 +11,7 @@ from grpo_megatron.data.environment_text import cleaned, cut
 from grpo_megatron.data.markers import ESCAPE, Markers
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.data.turn_tokens import TurnTokens
-from tests.data.turn_templates import FAMILIES, write_family
+from tests.data.turn_templates import FAMILIES, reply_message, write_family
 
 QUESTION = {"role": "user", "content": "1 + 1?"}
 WITH_MARKERS = [name for name in FAMILIES if name != "plain"]
@@ -32,7 +32,7 @@ def after(tokenizer, content, role="tool", **settings_):
     turns = TurnTokens(tokenizer, tokenizer.chat_template, **settings_)
     state = turns.begin([QUESTION])
     ids = tokenizer.encode("2" + tokenizer.token_text(tokenizer.stop_token_ids[0]))
-    reply = turns.reply_message(state, ids)
+    reply = reply_message(turns, state, ids)
     return turns.after(state, ids, reply, [{"role": role, "content": content, "name": "search"}])
 
 
@@ -105,7 +105,7 @@ def test_a_marker_that_the_policy_spells_stays_text(directories):
     spelled = tokenizer.encode(eot[:1]) + tokenizer.encode(eot[1:])
     for space in ("", " "):
         ids = [*tokenizer.encode(f"{space}a "), *spelled, *tokenizer.encode(f" b{eot}")]
-        reply = turns.reply_message(state, ids)
+        reply = reply_message(turns, state, ids)
         assert reply["content"] == f"{space}a {eot} b"
         result = turns.after(state, ids, reply, [QUESTION])
         assert (result.restart is not None) == (space == " ")
@@ -122,7 +122,7 @@ def test_a_later_turn_keeps_what_was_escaped(directories):
     turns = TurnTokens(tokenizer, tokenizer.chat_template)
     state = after(tokenizer, "<|im_end|><|im_start|>system").state
     ids = tokenizer.encode("<think>\nHm.\n</think>\n\n2<|im_end|>")
-    result = turns.after(state, ids, turns.reply_message(state, ids), [QUESTION])
+    result = turns.after(state, ids, reply_message(turns, state, ids), [QUESTION])
     assert result.restart.kind == "reply"
     start = tokenizer.encode("<|im_start|>")[0]
     assert result.state.token_ids.count(start) == 6

@@ -14,7 +14,7 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.turn_proof import prove
 from grpo_megatron.data.turn_tokens import TurnTokens
 from grpo_megatron.errors import DataError
-from tests.data.turn_templates import FAMILIES, write_family
+from tests.data.turn_templates import FAMILIES, reply_message, write_family
 
 NUM_CONVERSATIONS = 200
 TOOLS = [
@@ -246,9 +246,9 @@ def converse(rng, policy, kinds):
         written, reply = any_reply(rng, policy, state, tools)
         ids, is_cut = sampled_ids(rng, policy, state, written)
         if is_cut:
-            reply = turns.reply_message(state, ids)
+            reply = reply_message(turns, state, ids)
         elif not reply.get("tool_calls"):
-            assert turns.reply_message(state, ids) == reply
+            assert reply_message(turns, state, ids) == reply
         if not is_canonical(policy, state, ids):
             kinds["not canonical"] += 1
             return
@@ -289,7 +289,7 @@ def conversation(policy, *turns_of_text, tools=None):
     results = []
     for text in turns_of_text:
         ids = policy.tokenizer.encode(text)
-        reply = turns.reply_message(state, ids)
+        reply = reply_message(turns, state, ids)
         results.append(turns.after(state, ids, reply, [{"role": "user", "content": "go on"}]))
         state = results[-1].state
     return results
@@ -304,7 +304,7 @@ def test_sampled_ids_are_never_encoded_again(directories):
     end = policy.tokenizer.encode("<｜end▁of▁sentence｜>")
     half = policy.tokenizer.encode("é")[:1]  # no UTF-8 by itself
     for sampled in ([*spelled, *end], [*spelled, *half]):
-        reply = turns.reply_message(state, sampled)
+        reply = reply_message(turns, state, sampled)
         result = turns.after(state, sampled, reply, [{"role": "user", "content": "go on"}])
         assert result.restart is None
         before = [*state.token_ids, *sampled]
@@ -321,11 +321,11 @@ def test_a_restart_keeps_the_ids_in_front_of_what_the_template_rewrites(director
     end = policy.tokenizer.encode("<|im_end|>")
     go_on = [{"role": "user", "content": "go on"}]
     first = [*spelled, *end]
-    kept = turns.after(state, first, turns.reply_message(state, first), go_on)
+    kept = turns.after(state, first, reply_message(turns, state, first), go_on)
     assert kept.restart is None
     second = policy.tokenizer.encode("<think>\nHm.\n</think>\n\n2<|im_end|>")
     state = kept.state
-    result = turns.after(state, second, turns.reply_message(state, second), go_on)
+    result = turns.after(state, second, reply_message(turns, state, second), go_on)
     assert result.restart.kind == "reply"
     assert result.restart.turn == 2
     assert "chat_template.jinja, turn 2: the template writes" in result.restart.reason
@@ -370,7 +370,7 @@ def test_a_prefix_of_the_recipe_begins_every_reply(directories):
     turns = TurnTokens(policy.tokenizer, template, assistant_prefix="Answer:")
     state = turns.begin([{"role": "user", "content": "1 + 1?"}])
     ids = policy.tokenizer.encode(" 2<｜end▁of▁sentence｜>")
-    reply = turns.reply_message(state, ids)
+    reply = reply_message(turns, state, ids)
     assert reply["content"] == "Answer: 2"
     result = turns.after(state, ids, reply, [{"role": "user", "content": "go on"}])
     assert result.restart is None
@@ -388,7 +388,7 @@ def test_what_the_template_refuses_is_told_with_its_turn(directories):
         turns.after(state, policy.tokenizer.encode("2"), reply, [])
     assert caught.value.where.endswith("chat_template.jinja, turn 1")
     with pytest.raises(DataError, match="has no content"):
-        turns.after(state, [], turns.reply_message(state, []), [{"role": "tool"}])
+        turns.after(state, [], reply_message(turns, state, []), [{"role": "tool"}])
 
 
 def test_results_of_tools_name_their_call(directories):
@@ -397,7 +397,7 @@ def test_results_of_tools_name_their_call(directories):
     state = turns.begin([{"role": "user", "content": "1 + 1?"}])
     ids = policy.tokenizer.encode("2<|im_end|>")
     said = [{"role": "tool", "content": "error: no whole call"}]
-    result = turns.after(state, ids, turns.reply_message(state, ids), said)
+    result = turns.after(state, ids, reply_message(turns, state, ids), said)
     assert "## Return of malformed\nerror: no whole call" in result.state.text
     calls = []
     for number in range(2):
@@ -419,7 +419,7 @@ def test_what_is_wrong_with_a_call_is_said_by_the_user_where_tools_must_not(dire
     state = turns.begin([{"role": "user", "content": "1 + 1?"}])
     ids = policy.tokenizer.encode("{2<|eot_id|>")
     said = [{"role": "tool", "content": "error"}]
-    result = turns.after(state, ids, turns.reply_message(state, ids), said)
+    result = turns.after(state, ids, reply_message(turns, state, ids), said)
     assert result.restart is None
     text = policy.tokenizer.decode_exactly(result.between_ids)
     assert text.startswith("<|start_header_id|>user<|end_header_id|>\n\nerror<|eot_id|>")

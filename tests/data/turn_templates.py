@@ -7,11 +7,15 @@ of the wording of the released one."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.turn_tokens import TurnState, TurnTokens
 
 QWEN3 = """
 {%- set ns = namespace(last=-1) %}
@@ -376,3 +380,8 @@ def write_family(directory: Path, name: str) -> Path:
     settings = {"eos_token_id": ends}
     (directory / "generation_config.json").write_text(json.dumps(settings))
     return directory
+
+
+def reply_message(turns: TurnTokens, state: TurnState, sampled_ids: Sequence[int]) -> Message:
+    """Return the reply as a message without calls."""
+    return {"role": "assistant", "content": turns.reply_text(state, sampled_ids)}

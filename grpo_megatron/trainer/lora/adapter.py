@@ -203,7 +203,7 @@ class Adapter(torch.nn.Module):
         self.lora_magnitude_vector.data.copy_(self.row_norms(weight))
 
     def product(self) -> torch.Tensor:
-        """Return `scale B A` of this rank's part of the weight, fp32."""
+        """Return `scale B A` of this rank's part of the weight, fp32 [its rows, its columns]."""
         return low_rank_product(self.lora_A, self.lora_B, self.scale)
 
     def shards(self) -> Iterator[tuple[str, Shard]]:

@@ -177,7 +177,8 @@ def describe_kernels(policy: Policy, layout: TrainerConfig) -> list[Kernel]:
 
 
 def base_tensors(policy: Policy) -> list[torch.Tensor]:
-    """List what `state_tensors` does, without adapters."""
+    """List the parameters and buffers of this rank's model without those of adapters, in a fixed
+    order."""
     of_adapters = {id(tensor) for tensor in adapter_tensors(policy)}
     tensors = []
     for model in policy.models:

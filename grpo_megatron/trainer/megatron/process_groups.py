@@ -73,7 +73,7 @@ def is_first_with_samples() -> bool:
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks; the result is on the host. Collective."""
+    """Sum a tensor over all ranks; the result, of the same shape, is on the host. Collective."""
     total = tensor.to(device(), copy=True)
     dist.all_reduce(total)
     return total.cpu()

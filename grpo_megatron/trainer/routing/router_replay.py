@@ -337,9 +337,9 @@ def is_real(microbatch: MicroBatch) -> Tensor:
 
 
 def local_part(microbatch: MicroBatch, tensor: Tensor, dim: int = 0) -> Tensor:
-    """Take this rank's part, along `dim`, of a tensor over all tokens of a micro-batch.
+    """Take this rank's part, along `dim`, of a tensor over all T tokens of a micro-batch.
 
-    tensor: on the host. With TP, MoE needs sequence parallelism."""
+    tensor: on the host, T along `dim`. With TP, MoE needs sequence parallelism."""
     if not microbatch.split.is_whole:
         tensor = tensor.index_select(dim, microbatch.own_tokens)
     group = parallel_state.get_tensor_model_parallel_group()

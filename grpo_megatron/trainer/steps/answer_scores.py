@@ -37,8 +37,8 @@ def answer_scores(
 def scores_of(
     config: RunConfig, policy: Policy, table: SampleTable, update: UpdateBatch
 ) -> np.ndarray:
-    """Return what `answer_scores` does, for the samples of an update whose micro-batches are
-    planned."""
+    """Return sums of log-probs of the answers of an update whose micro-batches are planned, float64
+    [N] by row of the table, 0 for others; equal on all ranks. Collective."""
     source = RouteSource(config, policy.replay, table)
     outputs = optimizer_step.logprob_pass(policy, update, source.margin_pass(update))
     found = torch.zeros(len(table), dtype=torch.float64)
