@@ -288,10 +288,9 @@ class KeptCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredCompletion:
-    """A completion that lies in a shard: what the controller knows of it.
-
-    Its log-probs, routes and kept ids stay in the shard. Token ids and text are read from its files
-    each time they are asked for."""
+    """A completion that lies in a shard: what the controller knows about it. Its log-probs, routes
+    and kept ids stay in the shard. Token ids and text are read from its files each time they are
+    asked for."""
 
     shard: Any
     """The `batching.spool.StoredShard` whose sample number `index` it is."""

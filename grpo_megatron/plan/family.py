@@ -1,7 +1,7 @@
 """Model families: `families/<model_type>.toml` is all that is known of one (see `parts/base.toml`).
 
 The tables drive import, export, publishing and digests (`weights.parameters`), the reading of
-config.json (`plan.hf_config`) and Megatron's configuration (`trainer.model_config`)."""
+config.json (`plan.hf_config`) and Megatron's configuration (`trainer.megatron.model_config`)."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -36,7 +36,7 @@ class RouteShape:
         return np.dtype(np.uint16)
 
     def num_bytes(self, tokens: np.ndarray | int) -> np.ndarray | int:
-        """Size of the routes of so many tokens."""
+        """Return the bytes of the routes of `tokens` tokens."""
         return tokens * len(self.layers) * self.experts_per_token * self.dtype.itemsize
 
     def __str__(self) -> str:

@@ -77,8 +77,8 @@ def _with_exact_sharing(config: RunConfig, hf: dict[str, Any]) -> RunConfig:
 class TrainerService:
     """The policy, started from a Hugging Face directory, and what the controller may ask of it.
 
-    Raises ConfigError or CheckpointError for a directory that is none, or not supported. Every
-    method is collective."""
+    Raises ConfigError or CheckpointError for a directory that is no checkpoint, or one of a model
+    that is not supported. Every method is collective."""
 
     def __init__(self, config: RunConfig, model_path: Path):
         hf = read_config(model_path)

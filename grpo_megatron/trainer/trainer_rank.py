@@ -43,7 +43,7 @@ HEARTBEAT_S = 30.0
 
 
 class ControllerLink:
-    """Rank 0's connection to the controller. Raises OSError where nobody listens there."""
+    """Rank 0's connection to the controller. Raises OSError where there is no controller."""
 
     def __init__(self, endpoint: Endpoint):
         self._socket = socket.create_connection((endpoint.host, endpoint.port))
@@ -52,9 +52,9 @@ class ControllerLink:
         self.send({"token": endpoint.token, "role": "trainer"})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message, as `trainer.protocol` has them; to a controller that has gone, none.
-
-        Its death is then what ends this rank, by the next `receive`, and is no crash of it."""
+        """Send one message in the form of `trainer.protocol`; to a controller that has gone,
+        nothing: its end is seen by the next `receive`, which ends this rank, and is no crash of
+        this rank."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(encode(message))
 

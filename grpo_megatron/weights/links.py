@@ -22,10 +22,8 @@ _POLL_S = 0.0002
 
 
 class NcclWork:
-    """A transmission between GPUs, for which the host waits, with a limit.
-
-    NCCL's own `wait` only makes the GPU's stream wait, and nobody would notice a member that has
-    gone."""
+    """A transmission between GPUs, for which the host waits, with a limit. NCCL's own `wait` only
+    makes the GPU's stream wait, so that a member that has gone would not be noticed."""
 
     def __init__(self, work: Any, timeout_s: float):
         self._work = work

@@ -126,7 +126,7 @@ class Parameter:
 
     def merge(self, tensors: Sequence[torch.Tensor], parts: int = 1) -> torch.Tensor:
         """Make Megatron's tensor of `tensors`, one for each of `hf` in that order. With `parts`,
-        each is the same one of so many equal slices of its rows, and so is the result."""
+        each tensor is the same one of `parts` equal slices of its rows, and so is the result."""
         if len(tensors) == 1:
             return tensors[0]
         groups = max(self.groups // parts, 1)

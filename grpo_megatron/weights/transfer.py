@@ -173,7 +173,7 @@ class Transmission:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether nobody waited for its end yet."""
+        """Whether its end was not waited for yet."""
         return self._work is not None
 
     def wait(self) -> torch.Tensor:

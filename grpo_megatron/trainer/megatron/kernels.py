@@ -91,7 +91,7 @@ def choose(there: Installed, wanted: Computation) -> list[Kernel]:
 
 
 def attention_is_torch(kernels: list[Kernel]) -> bool:
-    """Say whether torch computes attention, whoever computes the rest of a layer."""
+    """Whether torch computes attention, whatever computes the rest of a layer."""
     return any(kernel.part == ATTENTION and kernel.chosen == TORCH_SDPA for kernel in kernels)
 
 

@@ -183,10 +183,10 @@ def measure_loss(
 def apply_gradients(policy: Policy, stats: Stats, *, gather: bool = True) -> Stats:
     """Clip the gradients, step the optimizer, and add the norm to the step's metrics.
 
-    gather: leave every rank with all of its weights. Without, the next forward gathers them while
-    it computes, and until then, or until `policy.gather_weights`, nobody may read them.
-    Raises TrainerError when the loss or the norm is not finite; weights are lost then. Collective.
-    """
+    gather: leave every rank with all of its weights. Without it, the next forward gathers them
+    while it computes; until then, or until `policy.gather_weights`, the weights must not be read.
+    Raises TrainerError when the loss or the norm is not finite; weights are lost then.
+    Collective."""
     _require_finite("loss", stats.result()["loss/value"])
     _, grad_norm, _ = policy.optimizer.step()
     if gather:
@@ -425,7 +425,7 @@ def gather_tokens(
 ) -> torch.Tensor:
     """Bring values of policy tokens together: fp32 [n] in the table's order, on every rank.
 
-    values: of each update and each of its micro-batches, [n of it]. Collective."""
+    values: of each update and each of its micro-batches, [its policy tokens]. Collective."""
     flat = torch.zeros(batch.num_tokens)
     if is_output_rank():
         for update, of_update in zip(updates, values, strict=True):

@@ -116,7 +116,7 @@ def _without_loss(table: SampleTable) -> torch.Tensor | None:
 
 def _staleness(config: RunConfig, table: SampleTable) -> torch.Tensor | None:
     """Return by how many weight versions each policy token is older than the step, int64 [n]; None
-    where nobody asks or nothing is older."""
+    where the objective does not use it or nothing is older."""
     if config.objective.proximal != "interpolated" or not table.manifest.stale:
         return None
     versions = [table.versions(row)[table.policy_places(row)] for row in range(len(table))]
@@ -125,7 +125,8 @@ def _staleness(config: RunConfig, table: SampleTable) -> torch.Tensor | None:
 
 
 def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | None:
-    """Return what the sampler did not keep; None where nothing was dropped, or nobody asked."""
+    """Return the rewards of groups that the sampler did not keep; None where nothing was dropped,
+    or the objective does not use it."""
     by_domain = table.manifest.dropped_rewards
     if not by_domain:
         return None

@@ -303,7 +303,8 @@ class Training:
         return replace(advantages, values=advantages.values[order])
 
     def _drift_monitor(self) -> PolicyDriftMonitor | None:
-        """Look at a share of the step before it is trained; None where nobody wants to know."""
+        """Measure a share of the samples before the step is trained; None where `monitor_share` is
+        0."""
         if not self.updates or self.config.objective.monitor_share == 0:
             return None
         return PolicyDriftMonitor(self.config, self.policy, self.table, self.objective)
