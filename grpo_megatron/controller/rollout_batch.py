@@ -137,16 +137,7 @@ class StepSampler:
         if before_recording is not None:
             await before_recording()
         recording_began = time.perf_counter()
-        await asyncio.to_thread(
-            record_step,
-            directory,
-            sampled.groups,
-            self._config.batch.updates_per_rollout,
-            facts,
-            self._tokenizer.decode,
-            teacher_logprobs,
-            images=ImageFolder(self._run_dir.images),
-        )
+        await asyncio.to_thread(self._record, directory, sampled.groups, facts, teacher_logprobs)
         record_s = time.perf_counter() - recording_began
 
         generation_s = sampled.busy_s
@@ -164,6 +155,24 @@ class StepSampler:
             answers=answers_of(sampled.groups),
         )
         return RecordedStep(step, directory, facts, seconds, fresh=True, sampling=sampling)
+
+    def _record(
+        self,
+        directory: Path,
+        groups: Sequence[ScoredGroup],
+        facts: StepFacts,
+        teacher_logprobs: Mapping[str, np.ndarray],
+    ) -> None:
+        """Write the step into the store."""
+        record_step(
+            directory,
+            groups,
+            self._config.batch.updates_per_rollout,
+            facts,
+            self._tokenizer.decode,
+            teacher_logprobs,
+            images=ImageFolder(self._run_dir.images),
+        )
 
     def _facts(self, step: int, version: int, sampled: "SampledStep") -> StepFacts:
         """Return what the manifest says of the step; weights of `version` began to sample it."""
@@ -235,6 +244,14 @@ class _OpenStep:
     """State after the step's draws; empty before."""
 
 
+class FilledBatch(NamedTuple):
+    """What `fill_batch` found."""
+
+    kept: list[ScoredGroup]  # the carried ones first, maybe more than were wanted
+    sampled: list[ScoredGroup]  # by these rounds, kept or not
+    num_rounds: int
+
+
 class RolloutBatchBuilder:
     """Yields the groups of step after step.
 
@@ -302,35 +319,14 @@ class RolloutBatchBuilder:
 
         The sampler and its curriculum move on. `on_drawn` is called when the step will draw no more
         prompts."""
-        num_prompts = self._config.batch.num_prompts
-        if not self._open:  # what was counted so far is of evaluations
-            self._rewards.take_metrics()
-            self._workers.take_metrics()
         opened = _OpenStep()
-        self._open[step] = opened
 
         def end_draws() -> None:
             opened.sampler = sampling_state(self._sampler, self._exemplars)
             on_drawn()
 
-        def draw(count: int, exclude: Collection[str] | None) -> list[Prompt]:
-            prompts = self._sampler.draw(count, exclude)
-            if self._draws_at_once:  # the only draw: its answers decide nothing
-                end_draws()
-            return prompts
-
-        try:
-            filled = await fill_batch(
-                self._config.sampling,
-                num_prompts,
-                self._sampler.acceptance,
-                self._surplus,
-                draw,
-                partial(self._score, step),
-                partial(self._keeps, step),
-            )
-        finally:
-            del self._open[step]
+        filled = await self._fill(step, opened, end_draws)
+        num_prompts = self._config.batch.num_prompts
         groups = filled.kept[:num_prompts]
         surplus = filled.kept[num_prompts:]
         # decided now, not when they are due: a resumed run then counts the same
@@ -364,6 +360,37 @@ class RolloutBatchBuilder:
             sampler=opened.sampler,
             oldest_trained=oldest_trained,
         )
+
+    async def _fill(
+        self, step: int, opened: _OpenStep, end_draws: Callable[[], None]
+    ) -> FilledBatch:
+        """Draw prompts, have them answered and scored, until enough groups are kept.
+
+        end_draws: called after the draw, where there is but one; its answers then decide nothing
+        about the draws of later steps."""
+        if not self._open:  # what was counted so far is of evaluations
+            self._rewards.take_metrics()
+            self._workers.take_metrics()
+        self._open[step] = opened
+
+        def draw(count: int, exclude: Collection[str] | None) -> list[Prompt]:
+            prompts = self._sampler.draw(count, exclude)
+            if self._draws_at_once:
+                end_draws()
+            return prompts
+
+        try:
+            return await fill_batch(
+                self._config.sampling,
+                self._config.batch.num_prompts,
+                self._sampler.acceptance,
+                self._surplus,
+                draw,
+                partial(self._score, step),
+                partial(self._keeps, step),
+            )
+        finally:
+            del self._open[step]
 
     def _oldest_allowed(self, step: int) -> int:
         """Return the oldest weight version whose tokens `step` may train."""
@@ -487,14 +514,6 @@ def _show_empty_step(step: int, num_sampled: int) -> None:
         text=f"step {step}: none of {num_sampled} groups was kept: nothing is trained "
         "(group/all_correct_fraction and all_wrong_fraction tell why)",
     )
-
-
-class FilledBatch(NamedTuple):
-    """What `fill_batch` found."""
-
-    kept: list[ScoredGroup]  # the carried ones first, maybe more than were wanted
-    sampled: list[ScoredGroup]  # by these rounds, kept or not
-    num_rounds: int
 
 
 async def fill_batch(
