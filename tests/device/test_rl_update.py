@@ -31,7 +31,7 @@ def arguments(moe_model, stale_samples):
     return {
         "model": moe_model,
         "samples": stale_samples,
-        "layout": {},
+        "layout": {"max_tokens_per_microbatch": 64},
         "objective": V3_2,
         "routing": R3,
     }
