@@ -2,14 +2,18 @@
 
 from pydantic import Field
 
-from grpo_megatron.config.base import Strict
+from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.trainer import OptimizerConfig
 
 
 class CriticConfig(Strict):
     """A value model with weights and an optimizer of its own, at the policy's layout: the policy's
-    layers with a scalar head in the place of the output layer. It begins with the weights with
-    which RL begins, and a head that `seed` draws (docs/ppo.md)."""
+    layers with a scalar head in the place of the output layer (docs/ppo.md)."""
+
+    path: InputPath | None = None
+    """Hugging Face checkpoint that the critic begins with, of the model's architecture: a reward
+    model, whose head it takes over, or a language model, beside a head that `seed` draws. Default:
+    the weights with which RL begins, and a head that `seed` draws. A resume does not read it."""
 
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     """Optimizer of the critic, which takes a step for each one of the policy; its schedule is over

@@ -648,8 +648,10 @@ class RunConfig(Strict):
 
     @property
     def input_paths(self) -> list[Path]:
-        """What a run reads: model, data sets, references, teachers."""
+        """What a run reads: model, data sets, references, teachers, the critic's first weights."""
         paths = {self.model.path, self.preferences.reference}
+        if self.critic is not None:
+            paths.add(self.critic.path)
         if self.lora is not None:
             paths.add(self.lora.path)
         if self.experience is not None:

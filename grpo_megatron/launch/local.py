@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
 from grpo_megatron.launch.bindings import (
     refuse_unbound_environments,
@@ -41,7 +42,8 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
     run_dir = RunDir(path)
     with run_lock(run_dir):
         resolved = resolve_run(run_dir.config, overrides)
-        refuse_missing(resolved.config)
+        has_checkpoint = bool(complete_steps(run_dir.checkpoints))
+        refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
         return _run(resolved, run_dir, in_job)
 
 

@@ -9,6 +9,7 @@ from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, DataError
+from grpo_megatron.plan.critic_model import CRITIC_MODEL_RULES
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.lora import LORA_RULES
@@ -40,10 +41,18 @@ def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
     return resolved
 
 
-def refuse_missing(config: RunConfig, *, coming: bool = False) -> None:
+def refuse_missing(
+    config: RunConfig, *, coming: bool = False, has_checkpoint: bool = False
+) -> None:
     """DataError for the first input of `config` that does not exist. `coming`: one whose directory
-    holds a run's config.json will do, because a submitted run is to write it."""
+    holds a run's config.json will do, because a submitted run is to write it; `has_checkpoint`: the
+    run goes on after one, which has the critic."""
+    unread = None
+    if has_checkpoint and config.critic is not None:
+        unread = config.critic.path
     for path in config.input_paths:
+        if path == unread:
+            continue
         if not path.exists() and not (coming and (path.parent / "config.json").exists()):
             raise DataError(
                 "no such file or directory",
@@ -71,6 +80,7 @@ def check_plan(config: RunConfig) -> list[Violation]:
         return [unreadable]
     found = list(MODEL_RULES.violations(config, facts, config=config))
     found += VISION_RULES.violations(config, facts, config=config)
+    found += CRITIC_MODEL_RULES.violations(config, config=config)
     if config.lora is not None:
         found += LORA_RULES.violations(config, config.lora, facts, config=config)
     found += check_layout(Case(config.trainer, facts, config.rollout))

@@ -184,6 +184,11 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
         changes.set("experience.path", None, "no lessons are known")
     if config.preferences.reference is not None:
         changes.set("preferences.reference", str(stand_ins.other_model), "a random reference")
+    if config.critic is not None and config.critic.path is not None:
+        like_the_policy = stand_ins.model
+        if config.model.path is not None and is_here and not stand_ins.model_is_given:
+            like_the_policy = config.model.path
+        changes.set("critic.path", str(like_the_policy), "a checkpoint as large as the policy")
     if config.distillation is not None:
         for number, teacher in enumerate(config.distillation.teachers):
             if teacher.path is not None and not teacher.path.exists():

@@ -16,10 +16,11 @@ from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.keys import dotted
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe
 from grpo_megatron.config.problems import as_toml
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_toml
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.critic_model import why_not_a_critic
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 
@@ -177,8 +178,20 @@ class Graph:
         source = stage.inputs.get("model.path")
         if source is None or self.output(source).exists():
             return resolve(recipe, overrides)
-        resolve(recipe, [*overrides, *self._model_of(source)])
+        resolve(recipe, [*overrides, *self._overrides_of_model(source)])
         return load_recipe(recipe, overrides)
+
+    def why_not_a_critic(self, name: str) -> str:
+        """Return why the critic of a stage cannot begin with what another stage is to give it, by
+        the models that both descend from; empty where it can, or takes nothing from a stage."""
+        inputs = self.table.stages[name].inputs
+        start = inputs.get("critic.path")
+        if start is None:
+            return ""
+        policy = self._config(name).model
+        if "model.path" in inputs:
+            policy = self._model_of(inputs["model.path"])
+        return why_not_a_critic(self._model_of(start), policy)
 
     def recipe_arguments(self, name: str) -> list[str]:
         """Return the recipe of a stage and its overrides, for `grpo-megatron train`."""
@@ -202,13 +215,17 @@ class Graph:
             flags.append(f"gates={as_toml(list(self._below(stage.gates)))}")
         return [*flags, f"runs_dir={as_toml(str(self.root))}", f"name={as_toml(name)}"]
 
-    def _model_of(self, name: str) -> list[str]:
-        """Overrides that name the model from which a stage's checkpoint descends."""
+    def _model_of(self, name: str) -> ModelConfig:
+        """Return the model from which a stage's checkpoint descends."""
         stage = self.table.stages[name]
         parent = stage.inputs.get("model.path") or next(iter(stage.parts), None)
         if parent is not None:
             return self._model_of(parent)
-        model = self._config(name).model
+        return self._config(name).model
+
+    def _overrides_of_model(self, name: str) -> list[str]:
+        """Return overrides that name the model from which a stage's checkpoint descends."""
+        model = self._model_of(name)
         return [
             f"model.preset={as_toml(model.preset)}",
             f"model.path={as_toml(model.path and str(model.path))}",
@@ -237,6 +254,7 @@ def load_graph(path: str | Path) -> Graph:
             _check_type(graph, name, "model.path", part)
         if stage.recipe is not None:
             graph.resolve(name)
+            _check_critic(graph, name)
     return graph
 
 
@@ -269,6 +287,18 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
             )
     if name == "records":
         raise ConfigError("a stage cannot be called 'records'", where=where, remedy="rename it")
+
+
+def _check_critic(graph: Graph, name: str) -> None:
+    problem = graph.why_not_a_critic(name)
+    if problem:
+        source = graph.table.stages[name].inputs["critic.path"]
+        raise ConfigError(
+            f"critic.path of stage {name} takes a model like its policy, and that of stage "
+            f"{source} is another: {problem}",
+            where=graph.file.where(("stages", name)),
+            remedy="name a stage that trains a reward model of the policy's architecture",
+        )
 
 
 def _is_data(key: str) -> bool:

@@ -277,12 +277,13 @@ class TrainerService:
         return found
 
     def snapshot_reference(self) -> None:
-        """Let the policy as it is now, when RL begins, be its own reference, and the critic begin
-        with its weights."""
+        """Let the policy as it is now, when RL begins, be its own reference, and the critic begin.
+
+        Raises CheckpointError where the critic has a checkpoint of its own that cannot be read."""
         if self.references.wanted:
             self.references.snapshot(self.policy)
         if self.critic is not None:
-            self.critic.begin_with(self.policy)
+            self.critic.begin(self.policy)
 
     def train_cold_start(self, directory: Path, first_update: int) -> TrainReport:
         """Take one supervised optimizer step per update of the recorded step."""
@@ -424,9 +425,9 @@ class TrainerService:
         self, critic: Critic, directory: Path, state: dict[str, Any], *, is_there: bool
     ) -> None:
         """Restore the critic of a checkpoint; in one from before the first RL step it may be
-        missing, and begins with the policy's weights.
+        missing, and begins as in a new run.
 
-        Raises CheckpointError where a later checkpoint has none."""
+        Raises CheckpointError where a later checkpoint has none, and as `Critic.begin` does."""
         if is_there:
             create_adam_state(critic.model.optimizer)  # to load into
             distributed.load_checkpoint(
@@ -434,7 +435,7 @@ class TrainerService:
             )
             return
         if state.get("step") == 0:
-            critic.begin_with(self.policy)
+            critic.begin(self.policy)
             return
         raise CheckpointError(
             "the checkpoint is of a run without a critic, and the recipe has [critic]",

@@ -11,7 +11,8 @@ import pytest
 import grpo_megatron.launch
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.loader import write_resolved
-from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.errors import DataError
+from grpo_megatron.plan.resolve import refuse_missing, resolve
 from grpo_megatron.rundir import RunDir
 
 RECIPE = "demo/gspo-moe-cpu"
@@ -101,6 +102,15 @@ def test_missing_inputs_start_nothing_and_remove_nothing(
     assert main([*command, recipe, *flags]) == 4
     assert str(tmp_path / path) in capsys.readouterr().err
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [tmp_path / kept]
+
+
+def test_what_a_critic_begins_with_is_missed_before_the_first_checkpoint_only(tmp_path):
+    flags = [f"critic.path={tmp_path / 'scorer'}", f"runs_dir={tmp_path}"]
+    config = resolve("demo/ppo-moe-cpu", flags).config
+    with pytest.raises(DataError, match="no such file") as missed:
+        refuse_missing(config)
+    assert missed.value.where == str(tmp_path / "scorer")
+    refuse_missing(config, has_checkpoint=True)
 
 
 def test_a_graph_that_is_not_there_is_no_recipe(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,39 @@ def test_a_graph(tmp_path):
     states = runs.command("stages", "status", str(file)).stdout
     assert "gate closed" in states and "eval.addition.accuracy > 1 (seen: " in states
     assert all(runs.no_survivors(Path(root / name)) for name in stamps)
+
+
+WITH_A_CRITIC = """
+name = "critic"
+runs_dir = "{root}"
+
+[stages.scorer]
+recipe = "stages/tiny-reward-model"
+settings = ["num_steps=3", "model.preset=tiny-qwen3-moe"]
+
+[stages.scored]
+recipe = "{recipe}"
+inputs = {{ "critic.path" = "scorer" }}
+settings = ["num_steps=2", "objective.preset=ppo", "critic={{}}"]
+
+[stages.plain]
+recipe = "{recipe}"
+settings = ["num_steps=2", "objective.preset=ppo", "critic={{}}"]
+"""
+
+
+def test_a_reward_model_of_an_earlier_stage_begins_the_critic(tmp_path):
+    """Once: a resume goes on without it."""
+    file = tmp_path / "graph.toml"
+    file.write_text(WITH_A_CRITIC.format(root=tmp_path, recipe=runs.RECIPE))
+    done = runs.command("stages", "run", str(file), timeout_s=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    root = tmp_path / "critic"
+    first, _ = runs.metrics(root / "scored")
+    plain, _ = runs.metrics(root / "plain")
+    assert first["reward/mean"] == plain["reward/mean"]  # the same samples
+    assert abs(first["critic/value_mean"] - plain["critic/value_mean"]) > 1e-3
+    shutil.rmtree(root / "scorer")
+    resumed = runs.command("resume", str(root / "scored"), "num_steps=3")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [record["step"] for record in runs.metrics(root / "scored")] == [0, 1, 2]

@@ -75,6 +75,59 @@ def test_checkpoint_of_another_model_than_the_preset(tmp_path):
     assert resolve(DEMO, flags).config.model.path == tmp_path
 
 
+PPO = "demo/ppo-moe-cpu"
+OF_THE_DEMO = load_preset("tiny-qwen3-moe").hf | {"vocab_size": 100}
+SCORER = OF_THE_DEMO | {
+    "architectures": ["Qwen3MoeForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+}
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        (DENSE, "model_type of its config.json is .*, of the policy qwen3_moe"),
+        (SCORER | {"hidden_size": 96}, "hidden_size of its config.json is 96, of the policy 128"),
+        (SCORER | {"num_hidden_layers": 2}, "num_layers of its config.json is 2, of the policy 4"),
+        (SCORER | {"rope_theta": 5e5}, "its rotary embedding is .*500000"),
+        (SCORER | {"rms_norm_eps": 1e-5}, "layernorm_epsilon of its config.json is 1e-05"),
+        (SCORER | {"id2label": {"0": "bad", "1": "good"}}, "its head gives 2 numbers"),
+        ({k: v for k, v in SCORER.items() if k != "id2label"}, "its head gives 2 numbers"),
+        ({"model_type": "nothing"}, "nothing"),
+    ],
+)
+def test_a_critic_begins_with_the_policys_architecture(tmp_path, hf, message):
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(InvalidConfigError, match=message) as caught:
+        resolve(PPO, [f"critic.path={tmp_path}"])
+    [problem] = caught.value.problems
+    assert problem.key == "critic.path"
+
+
+@pytest.mark.parametrize("hf", [OF_THE_DEMO, SCORER, SCORER | {"max_position_embeddings": 99}])
+def test_a_critic_begins_with_a_model_that_fits(tmp_path, monkeypatch, hf):
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    (scorer / "config.json").write_text(json.dumps(hf))
+    monkeypatch.chdir(tmp_path)
+    config = resolve(PPO, ["critic.path=scorer"]).config
+    assert config.critic is not None and config.critic.path == scorer
+    assert scorer in config.input_paths
+
+
+def test_a_critic_begins_with_what_a_run_is_to_export(tmp_path):
+    """Known by the model of that run until then, or not at all."""
+    run = tmp_path / "scorer"
+    run.mkdir()
+    flags = [f"critic.path={run / 'export'}"]
+    resolve(PPO, flags)
+    write_resolved(run / "config.json", resolve("stages/tiny-reward-model"))
+    resolve(PPO, flags)
+    write_resolved(run / "config.json", resolve("dense/qwen3-8b"))
+    with pytest.raises(InvalidConfigError, match=r"model_type of its .* is qwen3,"):
+        resolve(PPO, flags)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -223,6 +223,20 @@ SERVED = (
 )
 
 
+def test_a_critic_begins_with_a_model_as_large_as_the_policy(tmp_path):
+    flags = ["critic.path=/cluster/scorer"]
+    config = resolve("demo/ppo-moe-cpu", flags).config
+    inputs = replace(stand_ins(config, tmp_path), model=Path("/tiny/model"))
+    assert {change.key: change.after for change in scale_down(config, inputs)}["critic.path"] == (
+        "/tiny/model"
+    )
+    model = config.model.model_copy(update={"path": tmp_path})  # it is on this machine, and stays
+    here = config.model_copy(update={"model": model})
+    assert {change.key: change.after for change in scale_down(here, inputs)}["critic.path"] == (
+        str(tmp_path)
+    )
+
+
 def test_teachers_behind_servers_are_asked_at_a_local_one(tmp_path):
     config = resolve("stages/tiny-distil", SERVED).config
     inputs = replace(stand_ins(config, tmp_path), teacher_server="http://127.0.0.1:2")

@@ -144,6 +144,36 @@ def test_a_wrong_graph_is_one_message(graph_file, old, new, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+WITH_A_CRITIC = """
+name = "critic"
+runs_dir = "{runs}"
+
+[stages.scorer]
+recipe = "stages/tiny-reward-model"
+
+[stages.policy]
+recipe = "demo/ppo-moe-cpu"
+inputs = {{ "critic.path" = "scorer" }}
+"""
+
+
+def test_a_critic_begins_with_the_reward_model_of_an_earlier_stage(tmp_path):
+    file = tmp_path / "graph.toml"
+    file.write_text(WITH_A_CRITIC.format(runs=tmp_path / "runs"))
+    graph = load_graph(file)
+    assert graph.levels() == [["scorer"], ["policy"]]
+    critic = graph.resolve("policy").config.critic
+    assert critic is not None and critic.path == graph.output("scorer")
+    assert Records(graph).fingerprint("policy")
+    other = 'settings = ["model.preset=qwen3-8b", "trainer.expert_parallel_size=1"]'
+    changed(
+        file, 'recipe = "stages/tiny-reward-model"', f'recipe = "stages/tiny-reward-model"\n{other}'
+    )
+    with pytest.raises(ConfigError, match="of stage scorer is another: model_type") as told:
+        load_graph(file)
+    assert "critic.path of stage policy" in str(told.value)
+
+
 def test_an_evaluation_has_no_checkpoint(graph_file):
     changed(
         graph_file,

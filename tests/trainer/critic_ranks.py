@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.critic import CriticConfig
@@ -22,6 +24,7 @@ from grpo_megatron.trainer.requests import (
     TrainReport,
 )
 from grpo_megatron.trainer.steps import optimizer_step
+from grpo_megatron.trainer.steps.answer_scores import answer_scores
 from grpo_megatron.trainer.steps.critic import Critic, build_critic
 from grpo_megatron.trainer.steps.recorded_batch import sample_batch
 from grpo_megatron.trainer.steps.references import References
@@ -139,10 +142,71 @@ def learns_the_reward(model: str, samples: str, steps: int) -> list[float]:
     return errors
 
 
+def begins_with_a_reward_model(
+    model: str, scored_by: str, samples: str, layout: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """Of all policy tokens, what a reward model says and the first values of a critic that begins
+    with it; of all samples, the reward model's scores. Over all ranks."""
+    scorer = Setup(scored_by, layout, has_reward_head=True)
+    table = SampleTable(Path(samples))
+    config = scorer.config().model_copy(update={"kind": "reward_model"})
+    scores = answer_scores(config, scorer.policy, table)
+    batch = scorer.batch(samples)
+    scalars = [output[0] for output in optimizer_step.logprob_pass(scorer.policy, batch)]
+    everything = sample_batch(config, table)
+    of_tokens = optimizer_step.gather_tokens(everything, [batch], [scalars])
+
+    setup = CriticSetup(model, layout, {"path": scored_by})
+    setup.critic.begin(setup.policy)
+    batch = setup.batch(samples)
+    setup.critic.compute_values([batch])
+    values = [microbatch.values for microbatch in batch.microbatches]
+    return {
+        "scores": scores,
+        "scalars": of_tokens.numpy(),
+        "values": optimizer_step.gather_tokens(everything, [batch], [values]).numpy(),
+        "counts": everything.token_counts.numpy(),
+    }
+
+
+def first_weights(
+    model: str, critic: dict[str, Any] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Weights of the policy and of the critic when RL begins."""
+    setup = CriticSetup(model, {}, critic)
+    setup.critic.begin(setup.policy)
+    return setup.gather(setup.shards), setup.gather(setup.critic.model.sharded.shards)
+
+
+def refusal_to_begin(model: str, path: str) -> str:
+    """What a critic says of a checkpoint that it is to begin with."""
+    setup = CriticSetup(model, {}, {"path": path})
+    try:
+        setup.critic.begin(setup.policy)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def first_optimizer_step(model: str, samples: str, path: str) -> float:
+    """Largest change of a weight in one optimizer step of a critic in bfloat16 that begins with
+    `path`: with other fp32 copies than its weights, it would leap back to where it was made."""
+    settings = {"path": path, "optimizer": {"lr": 1e-3}}
+    setup = CriticSetup(model, {"precision": "bfloat16"}, settings)
+    setup.critic.begin(setup.policy)
+    before = [one.tensor.detach().clone() for one in setup.critic.model.sharded.shards]
+    setup.train(samples)
+    changes = []
+    for one, old in zip(setup.critic.model.sharded.shards, before, strict=True):
+        changes.append(float((one.tensor.float() - old.float()).abs().max()))
+    return max(changes)
+
+
 def resume_with_critic(
-    model: str, samples: str, layout: dict[str, Any], root: str
+    model: str, samples: str, layout: dict[str, Any], root: str, path: str | None = None
 ) -> dict[str, Any]:
-    """Train, save, train on; then load in a fresh trainer, and train on."""
+    """Train, save, train on; then load in a fresh trainer, and train on. path: what the critic
+    begins with; it is gone before the resume."""
     config = RunConfig.model_validate(
         {
             "name": "case",
@@ -150,7 +214,7 @@ def resume_with_critic(
             "optimizer": {"lr": 1e-3},
             "trainer": {"precision": "float32", "num_threads": 1, **layout},
             "objective": {"preset": "ppo"},
-            "critic": {"optimizer": {"lr": 1e-3}},
+            "critic": {"optimizer": {"lr": 1e-3}, "path": path},
             "domains": [
                 {"name": name, "source": "file", "path": "x", "rewards": [{"function": "a:b"}]}
                 for name in ("even", "odd")
@@ -175,6 +239,9 @@ def resume_with_critic(
     trainer_side.execute(SaveCheckpoint(directory=directory, state={"step": 2}))
     expected = without_times(trainer_side.execute(training))
     expected_tensors = state_of_both()
+    if path is not None and dist.get_rank() == 0:
+        shutil.rmtree(path)
+    dist.barrier()
     trainer_side.start(config, model)
     loaded = trainer_side.execute(LoadCheckpoint(directory))
     found = without_times(trainer_side.execute(training))

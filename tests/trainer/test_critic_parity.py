@@ -3,15 +3,22 @@ a resume goes on bit for bit."""
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
 from tests.algorithms.test_gae import by_loop
+from tests.trainer.models import MOE, write_model
+from tests.trainer.preference_ranks import write_preferences
 from tests.trainer.test_layout_parity import APART, LAYOUTS_2, LAYOUTS_4
 
 pytestmark = pytest.mark.engine
 CASES = "tests.trainer.critic_ranks:"
 TRAIN = CASES + "train_with_critic"
+BEGIN = CASES + "begins_with_a_reward_model"
+FIRST_WEIGHTS = CASES + "first_weights"
+EXPORT = "tests.trainer.preference_ranks:reward_model_export"
 TOLERANCE = 1e-5
 OF_PACKING = ("batch/computed_token_fraction", "routing/split_prompts")
 
@@ -161,6 +168,84 @@ def test_a_tied_embedding_is_the_policys_alone(world1, world2, tied_model, sampl
     assert_same_gradients(found, expected)
 
 
+# --- a critic that begins with a model of its own
+
+
+@pytest.fixture(scope="module")
+def scorer(world1, tmp_path_factory) -> str:
+    """The export of a reward model with other weights than the policy's."""
+    root = tmp_path_factory.mktemp("scorer")
+    source = write_model(root / "model", MOE, 11)
+    rewarded = write_preferences(root / "step_000001", is_paired=True, for_reward=True)
+    directory = root / "export"
+    world1.run(EXPORT, model=source, rewarded=rewarded, directory=str(directory))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def scored(world1, moe_model, scorer, samples):
+    return world1.run(BEGIN, model=moe_model, scored_by=scorer, samples=samples, layout={})
+
+
+def test_first_values_are_the_reward_models_scalars(scored):
+    assert np.unique(scored["scalars"].round(6)).size > 20
+    np.testing.assert_allclose(scored["values"], scored["scalars"], rtol=0, atol=1e-6)
+    starts = np.cumsum([0, *scored["counts"][:-1]])
+    of_samples = np.add.reduceat(scored["values"].astype(np.float64), starts)
+    np.testing.assert_allclose(of_samples, scored["scores"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2_sp",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in LAYOUTS_2 if name != "tp2_sp"),
+    ],
+)
+def test_first_values_on_two_ranks(world2, scored, moe_model, scorer, samples, layout):
+    arguments = {"model": moe_model, "scored_by": scorer, "samples": samples}
+    found = world2.run(BEGIN, layout=LAYOUTS_2[layout], **arguments)
+    np.testing.assert_allclose(found["values"], scored["scalars"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(found["scores"], scored["scores"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS_4)
+def test_first_values_on_four_ranks(world4, scored, moe_model, scorer, samples, layout):
+    arguments = {"model": moe_model, "scored_by": scorer, "samples": samples}
+    found = world4.run(BEGIN, layout=LAYOUTS_4[layout], **arguments)
+    np.testing.assert_allclose(found["values"], scored["scalars"], rtol=0, atol=TOLERANCE)
+
+
+def test_a_language_model_has_no_head_to_begin_with(world1, moe_model, tmp_path):
+    """Then `seed` draws it, as for a critic that begins with the policy's weights."""
+    policy, usual = world1.run(FIRST_WEIGHTS, model=moe_model)
+    other = write_model(tmp_path / "model", MOE, 12)
+    others, _ = world1.run(FIRST_WEIGHTS, model=other)
+    policy_beside, critic = world1.run(FIRST_WEIGHTS, model=moe_model, critic={"path": other})
+    names = policy.keys() - {"lm_head.weight"}
+    assert names == usual.keys() - {"score.weight"} == critic.keys() - {"score.weight"}
+    for name in names:
+        np.testing.assert_array_equal(usual[name], policy[name])
+        np.testing.assert_array_equal(critic[name], others[name])
+        np.testing.assert_array_equal(policy_beside[name], policy[name])
+    np.testing.assert_array_equal(critic["score.weight"], usual["score.weight"])
+
+
+def test_a_checkpoint_of_another_size_is_named(world1, moe_model, tmp_path):
+    """A preset's vocabulary is known only when its tokenizer is."""
+    other = write_model(tmp_path / "model", MOE | {"vocab_size": 95}, 13)
+    said = world1.run(CASES + "refusal_to_begin", model=moe_model, path=other)
+    assert "vocab_size of its config.json is 95, of the policy 93" in said and other in said
+
+
+def test_its_optimizer_begins_with_the_same_weights(world1, moe_model, scorer, samples):
+    change = world1.run(
+        CASES + "first_optimizer_step", model=moe_model, samples=samples, path=scorer
+    )
+    assert 0 < change < 0.01
+
+
 # --- checkpoints
 
 
@@ -179,6 +264,23 @@ def test_a_resume_goes_on_bit_for_bit(world2, moe_model, three_updates, tmp_path
     assert found["found"] == found["expected"]
     assert found["is_equal"]
     assert found["folders"] == ["critic", "weights"]
+
+
+def test_a_resume_does_not_read_what_the_critic_began_with(
+    world1, moe_model, scorer, three_updates, tmp_path
+):
+    path = shutil.copytree(scorer, tmp_path / "scorer")
+    found = world1.run(
+        CASES + "resume_with_critic",
+        model=moe_model,
+        samples=three_updates,
+        layout={"num_ranks": 1},
+        root=str(tmp_path / "checkpoints"),
+        path=str(path),
+    )
+    assert not path.exists()
+    assert found["found"] == found["expected"]
+    assert found["is_equal"]
 
 
 def test_a_checkpoint_without_a_critic_is_one_from_before_the_first_step(

@@ -5,15 +5,20 @@ same layout; its scalar at the position before a policy token is V of that token
 computed when a step is trained, with the critic's weights of then: none is older than its step."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from grpo_megatron.algorithms.batch import SampleBatch, ValueTargets
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats
 from grpo_megatron.algorithms.value_loss import value_losses
+from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.device_copies import to_device
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.plan import critic_model
+from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.optimizer_step import (
@@ -37,15 +42,31 @@ class Critic:
         self.settings = settings
         self.model = model
 
-    def begin_with(self, policy: Policy) -> None:
-        """Take over all weights of the policy's layers; the head stays as it is."""
+    def begin(self, policy: Policy) -> None:
+        """Take over the weights of `[critic] path`, or without it those of the policy's layers; a
+        head that neither has stays as it is. Collective.
+
+        Raises CheckpointError where the checkpoint is of another model or cannot be read."""
+        if self.settings.path is None:
+            self._copy_layers(policy)
+        else:
+            self._read(self.settings.path)
+        self.model.optimizer.reload_model_params()
+
+    def _read(self, directory: Path) -> None:
+        """Read a checkpoint, whose sizes are known by now also where a tokenizer decides some."""
+        problem = critic_model.difference(read_config(directory), self.model.hf)
+        if problem:
+            raise CheckpointError(problem, where=str(directory), remedy=critic_model.REMEDY)
+        import_weights(self.model.sharded, directory)
+
+    def _copy_layers(self, policy: Policy) -> None:
         with torch.no_grad():
             for own, theirs in zip(self.model.models, policy.models, strict=True):
                 weights = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
                 for name, tensor in (*own.named_parameters(), *own.named_buffers()):
                     if name in weights:
                         tensor.copy_(weights[name])
-        self.model.optimizer.reload_model_params()
 
     def is_warming_up(self, step: int) -> bool:
         """Whether the critic alone is trained in a step of the run."""
@@ -137,7 +158,8 @@ def _without_policy_names(stats: Stats) -> Stats:
 
 def build_critic(config: RunConfig, settings: CriticConfig, policy: Policy) -> Critic:
     """Make the critic of a policy, which begins with its weights; the head is drawn from the run's
-    seed. Collective."""
+    seed. What `[critic] path` names is not read before RL begins (`Critic.begin`), since a resume
+    needs none of it. Collective."""
     model = build_policy(
         policy.hf,
         config.trainer,
@@ -147,5 +169,6 @@ def build_critic(config: RunConfig, settings: CriticConfig, policy: Policy) -> C
         has_reward_head=True,
     )
     critic = Critic(settings, model)
-    critic.begin_with(policy)
+    if settings.path is None:
+        critic.begin(policy)
     return critic

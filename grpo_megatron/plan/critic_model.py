@@ -1,0 +1,92 @@
+"""Whether the checkpoint that a critic begins with is of the policy's architecture."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import ModelConfig, RunConfig
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.hf_config import computation, model_fields
+from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
+
+CRITIC_MODEL_RULES = RuleSet()
+"""Their checks take the run, whose model can be read."""
+
+REMEDY = "give a reward model or a language model of the policy's architecture"
+_NO_SIZES = ("max_position_embeddings",)
+"""Facts in which models of equal weights may differ."""
+
+
+@CRITIC_MODEL_RULES.rule("critic_model")
+def critics_are_as_large_as_the_policy(run: RunConfig) -> Violation | None:
+    """Refuse a checkpoint for the critic in whose place the policy's layers do not fit; one that is
+    not there yet, and is no export of a run, is left to `refuse_missing`."""
+    if run.critic is None or run.critic.path is None:
+        return None
+    start = ModelConfig(path=run.critic.path)
+    origin = origin_of(start)
+    if origin.path is not None and not origin.path.exists():
+        return None
+    try:
+        problem = why_not_a_critic(start, run.model)
+    except ConfigError as error:
+        problem = f"{error.message} ({error.where})"
+    if not problem:
+        return None
+    return Violation(
+        "critic.path",
+        problem,
+        nearest=("null",),
+        remedy=REMEDY,
+        related=("model.path", "model.preset"),
+    )
+
+
+def why_not_a_critic(start: ModelConfig, policy: ModelConfig) -> str:
+    """Return why a critic beside `policy` cannot begin with the model `start`: the first size or
+    setting that differs, or a head of several scalars; empty where it can.
+
+    Raises ConfigError where one of both cannot be read, or is not computed."""
+    theirs, where = configuration_of(start)
+    ours, _ = configuration_of(policy)
+    model_fields(theirs, where=where)
+    return difference(theirs, ours)
+
+
+def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Return the same of two `config.json`, of which the trainer knows all fields: first that of
+    what a critic is to begin with, then that of the policy."""
+    num_scalars = _num_scalars(theirs)
+    if num_scalars not in (None, 1):
+        return f"its head gives {num_scalars} numbers, and a value is one"
+    their_facts = asdict(facts_from_hf(theirs))
+    for name, value in asdict(facts_from_hf(ours)).items():
+        if name in _NO_SIZES or value is None:  # of a preset whose tokenizer decides
+            continue
+        if their_facts[name] not in (None, value):
+            return f"{name} of its config.json is {their_facts[name]}, of the policy {value}"
+    return _other_setting(theirs, ours)
+
+
+def _num_scalars(hf: Mapping[str, Any]) -> int | None:
+    """Return how many numbers the head of a model gives; None: it has no head of this kind."""
+    architectures = hf.get("architectures") or ()
+    if not any("Classification" in name for name in architectures):
+        return None
+    labels = hf.get("id2label")
+    if labels is None:
+        return 2  # as transformers has it
+    return len(labels)
+
+
+def _other_setting(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Return in what models of equal sizes compute something else; empty: in nothing."""
+    their_rope, their_settings = computation(theirs)
+    our_rope, our_settings = computation(ours)
+    if their_rope != our_rope:
+        return f"its rotary embedding is {their_rope}, of the policy {our_rope}"
+    for name, value in our_settings.items():
+        if their_settings[name] != value:
+            return f"{name} of its config.json is {their_settings[name]}, of the policy {value}"
+    return ""
