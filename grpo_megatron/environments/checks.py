@@ -1,21 +1,23 @@
 """What an environment hands over is looked at before anybody uses it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.data.conversation import Message
 from grpo_megatron.data.environment_text import cleaned, cut
 from grpo_megatron.environments.protocol import Observation, Outcome, Step
+from grpo_megatron.environments.wire import LONGEST_LINE, too_long
 from grpo_megatron.errors import EpisodeError
 
+_DEEPEST = 1000
 _REMEDY = "see grpo_megatron/environments/protocol.py for what it returns"
 
 
 def checked_observation(found: object, characters: int) -> Observation:
     """Return the observation, with messages of at most `characters`. Raises EpisodeError where it
-    is no observation, or holds something of another type."""
+    is no observation, holds something of another type, or more than a line of 8 MiB takes."""
     if not isinstance(found, Observation):
         raise _fault(f"reset returned {type(found).__name__}, not an Observation")
     messages = _messages(found.messages, "reset")
@@ -26,17 +28,16 @@ def checked_observation(found: object, characters: int) -> Observation:
         if not is_function or not isinstance(schema["function"].get("name"), str):
             raise _fault('a tool is no {"type": "function", "function": {"name": …}}')
     _require(found.state, str, "state")
-    return replace(
-        found,
-        messages=_cut_all(messages, characters),
-        tools=tuple(found.tools),
-        outcome=_outcome(found.outcome),
-    )
+    messages = _cut_all(messages, characters)
+    outcome = _outcome(found.outcome)
+    _refuse_more_than_a_line((messages, found.tools, found.state, outcome.metrics))
+    return replace(found, messages=messages, tools=tuple(found.tools), outcome=outcome)
 
 
 def checked_step(found: object, characters: int) -> Step:
     """Return the step, with messages of at most `characters`. Raises EpisodeError where it is no
-    step, holds something of another type, or neither replies nor ends the episode."""
+    step, holds something of another type, or more than a line of 8 MiB takes, or neither replies
+    nor ends the episode."""
     if not isinstance(found, Step):
         raise _fault(f"step returned {type(found).__name__}, not a Step")
     messages = _messages(found.messages, "step")
@@ -47,12 +48,16 @@ def checked_step(found: object, characters: int) -> Step:
     if not ends and not messages:
         raise _fault("step returned no message although the episode is not done")
     outcome = None
+    metrics: Mapping[str, float] = {}
     if found.outcome is not None:
         outcome = _outcome(found.outcome)
+        metrics = outcome.metrics
     if found.done and not found.spoilt and outcome is None:
         raise _fault("the last step has no outcome")
     reward = _number(found.reward, "reward")
-    return replace(found, messages=_cut_all(messages, characters), reward=reward, outcome=outcome)
+    messages = _cut_all(messages, characters)
+    _refuse_more_than_a_line((messages, found.state, metrics))
+    return replace(found, messages=messages, reward=reward, outcome=outcome)
 
 
 def _messages(found: Any, method: str) -> tuple[Message, ...]:
@@ -75,6 +80,28 @@ def _cut_all(messages: Sequence[Message], characters: int) -> tuple[Message, ...
     return tuple(
         {**message, "content": cleaned(cut(message["content"], characters))} for message in messages
     )
+
+
+def _refuse_more_than_a_line(values: Sequence[Any]) -> None:
+    """Raise EpisodeError where the texts and items of `values` alone are more than a line may be
+    long. To encode them could take more memory than the process has, of which msgspec's encoder
+    dies, and all other episodes of the process with it."""
+    size = 0
+    num_items = 0
+    waiting: list[tuple[Any, int]] = [(values, 0)]
+    while waiting and num_items <= LONGEST_LINE:
+        value, depth = waiting.pop()
+        num_items += 1
+        if isinstance(value, str):
+            size += len(value)
+        elif depth > _DEEPEST:  # such a value may contain itself; the encoder refuses it
+            continue
+        elif isinstance(value, Mapping):
+            waiting += ((item, depth + 1) for pair in value.items() for item in pair)
+        elif isinstance(value, list | tuple):
+            waiting += ((item, depth + 1) for item in value)
+    if size + num_items > LONGEST_LINE:
+        raise EpisodeError(too_long(size + num_items))
 
 
 def _outcome(found: object) -> Outcome:

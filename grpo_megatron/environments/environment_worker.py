@@ -40,6 +40,7 @@ from grpo_megatron.environments.wire import (
     Reset,
     Stepped,
     line,
+    too_long,
 )
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.orphans import die_with_parent
@@ -107,8 +108,7 @@ class EnvironmentWorker:
         except (TypeError, ValueError) as error:
             text = line(Failed(request.request, f"its reply is no JSON: {error}"[:500]))
         if len(text) > LONGEST_LINE:
-            size = len(text) / 2**20
-            text = line(Failed(request.request, f"its reply has {size:.1f} MiB"))
+            text = line(Failed(request.request, too_long(len(text))))
         self._writer.write(text)
         await self._writer.drain()
 

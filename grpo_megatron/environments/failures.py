@@ -24,6 +24,11 @@ class Failures:
         self._in_a_row: Counter[str] = Counter()
         self._last = ""
 
+    @property
+    def subject(self) -> str:
+        """What fails, and where: `environment calculator of domain sums`."""
+        return f"{self._name} of domain {self._domain}"
+
     def finished(self) -> None:
         """An episode has ended well."""
         self._counts["episodes"] += 1

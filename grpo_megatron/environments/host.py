@@ -13,6 +13,7 @@ on either side."""
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -53,8 +54,10 @@ from grpo_megatron.environments.wire import (
 )
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.orphans import start_worker
+from grpo_megatron.rewards.floods import MOST_A_SECOND, MOST_AT_ONCE, wait_for_flood
 from grpo_megatron.types import Problem
 
+logger = logging.getLogger(__name__)
 _WORKER = "grpo_megatron.environments.environment_worker"
 _STARTUP_S = 120.0
 _CLOSE_S = 2.0
@@ -84,6 +87,7 @@ class EnvironmentProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._flooded = ""  # what it printed too much of while it began
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._num_lines = 0
         self.life = 0  # how many processes there were
@@ -103,13 +107,15 @@ class EnvironmentProcess:
         async with self._starting:
             if self._process is not None:
                 return self.life
+            self._flooded = ""
             reader = await self._open()
             try:
                 async with asyncio.timeout(_STARTUP_S):
                     ready = msgspec.json.decode(await reader.readline(), type=Ready)
             except (TimeoutError, OSError, ValueError) as error:
                 await self._end()
-                raise self._broken("it ended, or wrote something else than that it is") from error
+                why = self._flooded or "it ended, or wrote something else than that it is"
+                raise self._broken(why) from error
             except BaseException:
                 await self._end()
                 raise
@@ -118,7 +124,7 @@ class EnvironmentProcess:
                 raise self._broken(ready.error)
             self.life += 1
             self.num_episodes = 0
-            self._tasks = [
+            self._tasks += [
                 asyncio.create_task(self._read(reader)),
                 asyncio.create_task(self._watch()),
             ]
@@ -164,6 +170,8 @@ class EnvironmentProcess:
     async def _open(self) -> asyncio.StreamReader:
         """Start it, and say what it runs."""
         self._process, ours = await start_worker(_WORKER, self._log_path)
+        if self._log_path.is_file():
+            self._tasks = [asyncio.create_task(self._end_flood(self._process.pid))]
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
         with contextlib.suppress(ConnectionError):  # it has ended: its missing answer says so
             self._writer.write(line(self._begin))
@@ -204,6 +212,18 @@ class EnvironmentProcess:
                 seen = self._num_lines
                 silent_s = 0.0
         await self._lose(f"its process has not answered for {limit_s:g} s")
+
+    async def _end_flood(self, pid: int) -> None:
+        """End the process where it prints too much, before it fills the disk."""
+        flood = await wait_for_flood(pid, self._log_path)
+        printed = (
+            f"its process printed {flood.num_bytes / 2**20:.0f} MiB; it may print "
+            f"{MOST_AT_ONCE >> 20} at once, {MOST_A_SECOND >> 20} a second in the long run"
+        )
+        self._flooded = printed
+        logger.warning("%s: %s", self.failures.subject, printed)
+        await self._lose(printed)
+        flood.cut(self.failures.subject)
 
     async def _lose(self, reason: str) -> None:
         """End the process; requests that wait for it fail with the reason."""

@@ -188,6 +188,12 @@ def line(message: Any) -> bytes:
         raise ValueError("a value of it contains itself, or is nested too deeply") from error
 
 
+def too_long(num_bytes: int) -> str:
+    """Return why a reply of so many bytes, or at least of so many, is none."""
+    size = num_bytes / 2**20
+    return f"its reply has {size:.1f} MiB, and may have {LONGEST_LINE >> 20}"
+
+
 def _packed(value: float) -> _Number:
     if math.isnan(value):
         return None

@@ -10,15 +10,11 @@ from typing import NamedTuple, Protocol
 from grpo_megatron.errors import RewardError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.orphans import start_worker
+from grpo_megatron.rewards.floods import wait_for_flood
 
 _WORKER = "grpo_megatron.rewards.reward_worker"
 _LONGEST_LINE = 1 << 26
 _CONNECT_S = 10.0
-_LOOK_S = 0.5
-_MOST_AT_ONCE = 1 << 26
-_MOST_A_SECOND = 1 << 20
-_KEPT_OF_FLOOD = 1 << 20
-"""Bytes that a process may print, see `LocalPlace`, and those of a flood that stay in the log."""
 WELCOME = b"ready\n"
 """What a host says to whoever has its token."""
 
@@ -110,33 +106,10 @@ class LocalPlace:
 
     async def _end_flood(self, pid: int) -> None:
         """Kill the process where it prints too much; its call is that of one that died."""
-        whole_size = self.log_path.stat().st_size
-        level = 0.0
-        size = whole_size
-        written = _bytes_written(pid)
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            # others print into the log, and this process may write files: of both the smaller
-            size_before, written_before = size, written
-            size, written = self.log_path.stat().st_size, _bytes_written(pid)
-            printed = min(size - size_before, written - written_before)
-            level = max(0.0, level + printed - _MOST_A_SECOND * _LOOK_S)
-            if level == 0:
-                whole_size = size
-            if level > _MOST_AT_ONCE:
-                break
+        flood = await wait_for_flood(pid, self.log_path)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        os.truncate(self.log_path, whole_size + _KEPT_OF_FLOOD)
-        with self.log_path.open("a") as log:
-            log.write("\na reward printed without end and was killed; the rest is left out\n")
-
-
-def _bytes_written(pid: int) -> int:
-    """Return what a process has written in all; 0 where it has gone, or may not be asked."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/io").read_text().split("wchar:")[1].split()[0])
-    return 0
+        flood.cut("a reward")
 
 
 class HostedPlace:

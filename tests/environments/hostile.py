@@ -107,12 +107,17 @@ async def obey(text):
         print("printed " * 1000)
         os.write(1, b"\xff\xfe raw")
         os.write(2, b"raw")
+    if word == "pour":
+        await asyncio.create_subprocess_exec("yes")
+        await asyncio.sleep(1e6)
     if word == "long":
         return "a" * (10 << 20)
     if word == "surrogate":
         return "\ud800"
     if word == "huge_state":
         return Step(SAID, state="a" * (10 << 20))
+    if word == "vast":
+        return Step(SAID, state="a" * (1 << 28))
     if word == "nothing":
         return Step()
     if word == "nan":

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.environments.checks import checked_observation, checked_step, cut
 from grpo_megatron.environments.protocol import Observation, Outcome, Step
+from grpo_megatron.environments.wire import LONGEST_LINE
 from grpo_megatron.errors import EpisodeError
 
 SAID = ({"role": "user", "content": "Go on."},)
@@ -55,6 +56,33 @@ def test_what_is_no_observation(found, words):
 def test_what_is_no_step(found, words):
     with pytest.raises(EpisodeError, match=words):
         checked_step(found, 100)
+
+
+LONG = "a" * LONGEST_LINE
+NESTED = {"role": "user", "content": "x", "extra": [{"deep": [LONG]}]}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Observation(SAID, state=LONG),
+        Observation(SAID, ({"function": {"name": "x", "description": LONG}},)),
+        Observation(SAID, outcome=Outcome(0.0, {LONG: 1.0})),
+        Step((NESTED,)),
+        Step(SAID, state=LONG),
+        Step(({"role": "user", "content": "x", "extra": [0] * LONGEST_LINE},)),
+        Step(SAID, outcome=Outcome(0.0, {LONG: 1.0})),
+    ],
+)
+def test_what_is_longer_than_a_line_is_refused_before_it_is_one(found):
+    check = checked_observation if isinstance(found, Observation) else checked_step
+    with pytest.raises(EpisodeError, match=r"its reply has 8\.0 MiB, and may have 8"):
+        check(found, 100)
+
+
+def test_a_long_reply_that_fits_a_line_passes():
+    state = "a" * (LONGEST_LINE - 1000)
+    assert checked_step(Step(SAID, state=state), 100).state is state
 
 
 def test_what_is_one_passes():

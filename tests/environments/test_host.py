@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -142,6 +143,20 @@ def test_a_step_that_fails_costs_its_episode_only(text, reason):
     assert metrics["environment/obedient/ends"] == 0
 
 
+def test_a_reply_that_memory_cannot_encode_costs_its_episode_only():
+    async def work(host):
+        other, _ = await begun(host, "other")
+        environment, _ = await begun(host)
+        found = await reason_of(environment.step(Reply("vast")))
+        assert (await other.step(Reply("still here"))).messages[0]["content"] == "still here"
+        return found, host.take_metrics()
+
+    found, metrics = hosted(work, domain(memory_mib=512))
+    assert found == "its reply has 256.0 MiB, and may have 8"
+    assert metrics["environment/obedient/spoilt"] == 1
+    assert metrics["environment/obedient/ends"] == 0
+
+
 def test_one_that_raises_in_reset():
     async def work(host):
         environment = host.environment("obedient")
@@ -213,6 +228,50 @@ def test_what_is_printed_goes_to_the_log(tmp_path):
     log = tmp_path / "log"
     assert hosted(work, log_path=log).messages[0]["content"] == "print it"
     assert b"printed" in log.read_bytes() and b"\xff\xfe raw" in log.read_bytes()
+
+
+def test_one_that_prints_without_end_fills_no_disk(tmp_path, caplog):
+    """Through what it has started; domains beside it, which print into the same log, go on."""
+    log = tmp_path / "log"
+    log.write_text("of the start\n")
+
+    async def work(host):
+        beside, _ = await begun(host, name="beside")
+        waiting = asyncio.create_task(beside.step(Reply("print beside")))
+        environment, _ = await begun(host)
+        found = await reason_of(environment.step(Reply("pour")))
+        await environment.close()
+        await waiting
+        assert (await beside.step(Reply("go"))).messages[0]["content"] == "go"
+        again, _ = await begun(host, "again")
+        assert (await again.step(Reply("works"))).messages[0]["content"] == "works"
+        return found, host.take_metrics()
+
+    found, metrics = hosted(work, domain(step_s=600), domain("beside"), log_path=log)
+    printed = re.fullmatch(r"its process printed (\d+) MiB; it may print 64 at once, .*", found)
+    assert printed is not None and int(printed[1]) > 64
+    assert metrics["environment/obedient/ends"] == metrics["environment/obedient/lost"] == 1
+    assert metrics["environment/beside/ends"] == metrics["environment/beside/lost"] == 0
+    assert log.stat().st_size < 1 << 22
+    told = log.read_text(errors="replace")
+    subject = f"environment {HOSTILE}:Obedient of domain obedient"
+    assert told.startswith("of the start") and f"{subject} printed without end" in told
+    assert f"{subject}: {found}" in caplog.text
+
+
+def test_one_that_prints_without_end_while_it_is_imported(tmp_path, monkeypatch):
+    host = EnvironmentHost([domain()], log_path=tmp_path / "log")
+    (tmp_path / "log").touch()
+    [process] = host.processes
+    begin = host_module.Begin("tests.environments.pouring:X", {}, 1.0, 100, 1 << 31, False)
+    monkeypatch.setattr(process, "_begin", begin)
+
+    async def run():
+        async with host:
+            pass
+
+    with pytest.raises(EpisodeError, match=r"does not begin: its process printed \d+ MiB"):
+        asyncio.run(run())
 
 
 def test_a_long_message_is_cut():
