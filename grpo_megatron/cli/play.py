@@ -1,10 +1,12 @@
 """What `play` does: an episode as rollouts play it, whose turns a person types.
 
-Player, environments, token identity and limits are those of a run; only the engine is missing."""
+Player, environments, agent programs with their door, token identity and limits are those of a run;
+only the engine is missing."""
 
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,14 +30,20 @@ from grpo_megatron.environments.protocol import (
     Unscorable,
 )
 from grpo_megatron.errors import ConfigError, DataError, EpisodeError, SetupError
-from grpo_megatron.rollout.episode_domains import episode_domains
+from grpo_megatron.network import LOOPBACK
+from grpo_megatron.rollout.door import Door
+from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
 from grpo_megatron.rollout.episodes import EpisodeSeeds
-from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.rollout.segments import Ask, derive_seed
+from grpo_megatron.rollout.sequence_builder import SequenceBuilder
+from grpo_megatron.rollout.turn_sampler import TurnSampler
 from grpo_megatron.types import Completion, Problem, Prompt
 
 Say = Callable[[str], None]
 
 _LOG_LINES = 20
+_A_WEEK_S = 604800.0
+"""For a program: processes of functions take no endless time."""
 
 
 def play_episode(
@@ -53,9 +61,9 @@ def play_episode(
     run_model: where a run of this recipe has its model, if it made one; prompt: an id, or a number
     from 1 on.
 
-    ConfigError: there is no such domain, environment or prompt; SetupError: the tokenizer is not on
-    this machine; DataError: the input ends before the episode does, or as in a run; EpisodeError:
-    the environment does not begin."""
+    ConfigError: there is no such domain or prompt, or it has neither environment nor program;
+    SetupError: the tokenizer is not on this machine; DataError: the input ends before the episode
+    does, or as in a run; EpisodeError: the environment or the program does not begin."""
     domain = _domain_of(config, domain_name)
     with tokenizer_directory(config.model) as directory, TemporaryDirectory() as logs:
         if config.model.path is None and run_model.is_dir():
@@ -76,57 +84,135 @@ def play_episode(
 async def _play(
     config: RunConfig, domain: DomainConfig, prompt: Prompt, directory: Path, table: "_Table"
 ) -> None:
-    async with EnvironmentHost([domain], log_path=table.log) as host:
+    config = _without_haste(config, domain)
+    table.say(f"domain {domain.name}, prompt {prompt.prompt_id}")
+    if domain.agent is None:
+        await _play_in_environment(config, prompt, directory, table)
+    else:
+        await _play_for_program(config, prompt, directory, table)
+
+
+async def _play_in_environment(
+    config: RunConfig, prompt: Prompt, directory: Path, table: "_Table"
+) -> None:
+    async with EnvironmentHost(config.domains, log_path=table.log) as host:
 
         def open_environment(name: str) -> Environment:
             return _Watched(host.environment(name), table)
 
-        episodes = episode_domains(
-            _without_haste(config, domain), table.tokenizer, directory, open_environment
+        [domain] = episode_domains(config, table.tokenizer, directory, open_environment).values()
+        found = await domain.play(table.ask, prompt, *_episode(config, prompt))
+    table.show_end(found, "the environment")
+
+
+async def _play_for_program(
+    config: RunConfig, prompt: Prompt, directory: Path, table: "_Table"
+) -> None:
+    async with (
+        EnvironmentHost(config.domains, log_path=table.log) as host,
+        Door(LOOPBACK) as door,
+    ):
+        [domain] = agent_domains(
+            config, table.tokenizer, directory, host.environment, door, table.log, _TellsTools
+        ).values()
+        playing = asyncio.ensure_future(domain.play(table.ask, prompt, *_episode(config, prompt)))
+        ended = asyncio.ensure_future(table.input_ended.wait())
+        try:
+            await asyncio.wait([playing, ended], return_when=asyncio.FIRST_COMPLETED)
+            if table.input_ended.is_set():  # the program was told, and might go on without
+                raise table.no_reply()
+            found = playing.result()
+        except _NoTurnError as error:
+            table.show_log()
+            raise EpisodeError(
+                f"the episode has no turn: {domain.last_failure}",
+                where="[domains.agent]",
+                remedy="correct the program, or choose another --prompt",
+            ) from error
+        finally:
+            for task in (playing, ended):
+                task.cancel()
+            await asyncio.gather(playing, ended, return_exceptions=True)
+    if domain.last_failure:
+        table.show_failure(domain.last_failure)
+    table.show_end(found, "the program", is_scored=not domain.last_failure)
+
+
+def _episode(config: RunConfig, prompt: Prompt) -> tuple[EpisodeSeeds, int]:
+    """Return the seeds of an episode of step 0, and its tokens."""
+    seed = derive_seed(config.seed, 0, prompt.prompt_id, "environment")
+    [domain] = config.domains
+    return EpisodeSeeds(seed, None), config.max_new_tokens_of(domain.name)
+
+
+class _NoTurnError(Exception):
+    """The program asked for no turn."""
+
+
+class _TellsTools(TurnSampler):
+    """Tells who is asked for a turn with which tools the program asks, and asks for nothing that
+    the program does not ask for."""
+
+    async def sample(
+        self,
+        ask: Ask,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int | None,
+        routes_from: int,
+        tools: Sequence[ToolSchema] = (),
+    ) -> Completion:
+        """See `TurnSampler.sample`."""
+        return await super().sample(
+            partial(ask, tools=tools),
+            token_ids,
+            max_tokens=max_tokens,
+            seed=seed,
+            routes_from=routes_from,
+            tools=tools,
         )
-        table.say(f"domain {domain.name}, prompt {prompt.prompt_id}")
-        seed = derive_seed(config.seed, 0, prompt.prompt_id, "environment")
-        found = await episodes[domain.name].play(
-            table.ask,
-            prompt,
-            EpisodeSeeds(seed, None),
-            config.max_new_tokens_of(domain.name),
-        )
-    table.show_end(found)
+
+    async def stand_in(self, ask: Ask, question: str, seed: int | None) -> SequenceBuilder:
+        """Raise _NoTurnError: a person replies to requests alone."""
+        raise _NoTurnError
 
 
 def _without_haste(config: RunConfig, domain: DomainConfig) -> RunConfig:
     """The recipe with this domain alone; neither segments nor the clock end what a person types."""
-    assert domain.environment is not None  # of `_domain_of`
-    environment = domain.environment.model_copy(update={"episode_s": math.inf})
+    changes: dict[str, Any] = {}
+    if domain.environment is not None:
+        changes["environment"] = domain.environment.model_copy(update={"episode_s": math.inf})
+    if domain.agent is not None:
+        changes["agent"] = domain.agent.model_copy(update={"episode_s": _A_WEEK_S})
     rollout = config.rollout.model_copy(update={"segment_tokens": None})
-    domains = (domain.model_copy(update={"environment": environment}),)
+    domains = (domain.model_copy(update=changes),)
     return config.model_copy(update={"domains": domains, "rollout": rollout})
 
 
 def _domain_of(config: RunConfig, name: str | None) -> DomainConfig:
-    """The domain of this name, or the first one with an environment; ConfigError without one."""
-    with_environment = {}
+    """The domain of this name, or the first one with episodes; ConfigError without one."""
+    with_episodes = {}
     for domain in config.domains:
-        if domain.environment is not None:
-            with_environment[domain.name] = domain
-    if not with_environment:
+        if domain.episodes is not None:
+            with_episodes[domain.name] = domain
+    if not with_episodes:
         raise ConfigError(
-            "no domain of the recipe has an environment",
+            "no domain of the recipe has an environment or an agent program",
             where="[[domains]]",
-            remedy="give one [domains.environment] (docs/environments.md); `data show` prints "
-            "prompts of any recipe",
+            remedy="give one [domains.environment] (docs/environments.md) or [domains.agent] "
+            "(docs/agent-programs.md); `data show` prints prompts of any recipe",
         )
     if name is None:
-        return next(iter(with_environment.values()))
-    if name in with_environment:
-        return with_environment[name]
+        return next(iter(with_episodes.values()))
+    if name in with_episodes:
+        return with_episodes[name]
     known = [domain.name for domain in config.domains]
     if name in known:
         raise ConfigError(
-            f"domain {name!r} has no environment",
+            f"domain {name!r} has no environment and no agent program",
             where="--domain",
-            remedy=f"those with one are: {', '.join(with_environment)}",
+            remedy=f"those with one are: {', '.join(with_episodes)}",
         )
     raise ConfigError(
         f"there is no domain {name!r}", where="--domain", remedy=did_you_mean(name, known)
@@ -184,10 +270,17 @@ class _Table:
         self._end = end_of_turn(domain, tokenizer)
         self._seen: list[int] = []
         self._num_turns = 0
+        self._one_at_a_time = asyncio.Lock()  # a program may ask for several turns at once
+        self.input_ended = asyncio.Event()
 
     async def ask(self, token_ids: Sequence[int], **settings: Any) -> list[Completion]:
         """What an engine would sample behind `token_ids`, as the person types it."""
+        async with self._one_at_a_time:
+            return [await self._turn(token_ids, **settings)]
+
+    async def _turn(self, token_ids: Sequence[int], **settings: Any) -> Completion:
         room = settings["max_tokens"]
+        self.tools = settings.get("tools", self.tools)
         self._show_request(list(token_ids), room)
         ids = await self._typed_ids()
         if len(ids) > room:
@@ -198,7 +291,15 @@ class _Table:
             ids = ids[:room]
         self._seen = [*token_ids, *ids]
         self._num_turns += 1
-        return [unsampled(ids, 0, finish_reason, "")]
+        return unsampled(ids, 0, finish_reason, "")
+
+    def no_reply(self) -> DataError:
+        """Return the error of an input that ends too early."""
+        return DataError(
+            f"the input ended before the episode did, in turn {self._num_turns + 1}",
+            where="standard input",
+            remedy="reply until the environment, or the program, says what the episode is worth",
+        )
 
     def show_step(self, step: Step) -> None:
         """What the environment made of a turn."""
@@ -210,17 +311,24 @@ class _Table:
     def show_failure(self, reason: str) -> None:
         """Why the episode cannot be scored, and what the environment's process wrote last."""
         self.say(f"the episode cannot be scored: {reason}")
+        self.show_log()
+
+    def show_log(self) -> None:
+        """What the environment's process, or that of the program's function, wrote last."""
         if not self.log.exists():
             return
         for line in self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]:
             self.say(f"  log | {line}")
 
-    def show_end(self, played: Completion) -> None:
-        """The outcome, and what ended the episode."""
-        ended_by = "by the environment"
+    def show_end(self, played: Completion, driver: str, *, is_scored: bool = False) -> None:
+        """The outcome, and what ended the episode. driver: what ends it if no limit does;
+        is_scored: it can be, also without an outcome."""
+        ended_by = f"by {driver}"
         if played.truncated:
             ended_by = "by a limit: max_turns, or its tokens"
         worth = "none: the episode cannot be scored"
+        if is_scored:
+            worth = "none: the domain's other rewards judge the last reply"
         if not math.isnan(played.outcome):
             worth = f"{played.outcome:g}"
         self.say("")
@@ -229,13 +337,19 @@ class _Table:
             self.say(f"{name}: {value:g}")
         self.say(f"ended {ended_by}, after {self._num_turns} turns")
         if len(played.sequences) > 1:
-            self.say(f"{len(played.sequences)} sequences: the chat template rewrote history")
+            why = "the chat template rewrote history"
+            if self._domain.agent is not None:
+                why = "not every request went on from the one before"
+            self.say(f"{len(played.sequences)} sequences: {why}")
 
     def _show_request(self, token_ids: list[int], room: int) -> None:
         new = token_ids[len(self._seen) :]
         self.say("")
         if token_ids[: len(self._seen)] != self._seen:
-            self.say("the chat template has rewritten the history; the whole request is now:")
+            why = "the chat template has rewritten the history"
+            if self._domain.agent is not None:
+                why = "the program does not go on from the turn before"
+            self.say(f"{why}; the whole request is now:")
             new = token_ids
         self._show_text(self.tokenizer.decode_exactly(new))
         self._show_ids(new)
@@ -249,11 +363,8 @@ class _Table:
         while True:
             text = await self._replies.next_reply()
             if text is None:
-                raise DataError(
-                    f"the input ended before the episode did, in turn {self._num_turns + 1}",
-                    where="standard input",
-                    remedy="reply until the environment says what the episode is worth",
-                )
+                self.input_ended.set()
+                raise self.no_reply()
             try:
                 text = self._in_format_of_model(text)
                 ids = [*self.tokenizer.encode(text), *self._end]

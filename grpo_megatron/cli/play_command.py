@@ -1,4 +1,4 @@
-"""`play`: a person takes the policy's place in an environment."""
+"""`play`: a person takes the policy's place, in an environment or for an agent program."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,9 @@ def play(
     overrides: Overrides = None,
     domain: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="By default the first one with an environment."),
+        typer.Option(
+            metavar="NAME", help="By default the first one with an environment or an agent."
+        ),
     ] = None,
     prompt: Annotated[
         str,

@@ -84,8 +84,8 @@ def call_text(
     """A call as the model writes it, which is how its chat template does; behind the end of a
     thought where the request has begun one. end_text: what ends a turn. DataError where the
     template does not write calls, ConfigError as of `call_format`."""
-    assert domain.environment is not None
-    format_name = call_format(domain.environment.tool_format, template)
+    assert domain.episodes is not None
+    format_name = call_format(domain.episodes.tool_format, template)
     call_id = _CALL_ID
     if format_name == "kimi_k2":
         call_id = f"functions.{call['name']}:0"

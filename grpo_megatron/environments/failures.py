@@ -29,6 +29,11 @@ class Failures:
         """What fails, and where: `environment calculator of domain sums`."""
         return f"{self._name} of domain {self._domain}"
 
+    @property
+    def last(self) -> str:
+        """The reason that was counted last; empty: there was none."""
+        return self._last
+
     def finished(self) -> None:
         """An episode has ended well."""
         self._counts["episodes"] += 1

@@ -62,6 +62,11 @@ class AgentDomain:
         self._free = asyncio.Semaphore(settings.concurrency)
         self._num_logged = 0
 
+    @property
+    def last_failure(self) -> str:
+        """Why the last episode that could not be scored could not; empty: there was none."""
+        return self._failures.last
+
     async def play(
         self, ask: Ask, prompt: Prompt, seeds: EpisodeSeeds, max_tokens: int
     ) -> Completion:

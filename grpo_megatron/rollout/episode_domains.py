@@ -78,7 +78,12 @@ class _Domains:
         )
 
     def of_agent(
-        self, domain: DomainConfig, settings: AgentConfig, door: Door, log_path: Path
+        self,
+        domain: DomainConfig,
+        settings: AgentConfig,
+        door: Door,
+        log_path: Path,
+        sampler: type[TurnSampler],
     ) -> AgentDomain:
         """A program asks."""
         name = f"agent {settings.function}"
@@ -88,7 +93,7 @@ class _Domains:
             program = command_program(settings)
         return AgentDomain(
             settings,
-            self._sampler(TurnSampler, domain, settings),
+            self._sampler(sampler, domain, settings),
             door,
             run=program,
             limits=partial(self._limits, settings),
@@ -161,13 +166,14 @@ def agent_domains(
     open_environment: OpenEnvironment,
     door: Door,
     log_path: Path,
+    sampler: type[TurnSampler] = TurnSampler,
 ) -> dict[str, AgentDomain]:
     """Return the domains of `config` that a program drives, by name; it asks at the open `door`.
 
-    log_path: where this process says how programs fail."""
+    log_path: where this process says how programs fail; sampler: what samples their turns."""
     make = _Domains(config, tokenizer, tokenizer_directory, open_environment)
     found = {}
     for domain in config.domains:
         if domain.agent is not None:
-            found[domain.name] = make.of_agent(domain, domain.agent, door, log_path)
+            found[domain.name] = make.of_agent(domain, domain.agent, door, log_path, sampler)
     return found

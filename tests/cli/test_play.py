@@ -38,7 +38,7 @@ source = "file"
 path = "rows.jsonl"
 template = "chat"
 rewards = [{{ function = "environment" }}]
-environment = {environment}
+{table} = {settings}
 [[domains]]
 name = "sums"
 source = "file"
@@ -53,6 +53,7 @@ ROWS = [{"question": "What is 3*4?", "answer": "12"}, {"question": "begin", "ans
 CALL = {"name": "calculate", "arguments": {"expression": "3*4"}}
 WRITTEN = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3*4"}}\n</tool_call>'
 GUESS = '{ name = "guess_number", arguments = { largest = 1, invalid_penalty = 0.5 } }'
+EXAMPLE = f'{{ command = ["python", "{ROOT}/examples/agent_program.py"] }}'
 HOSTILE = '{ name = "tests.environments.hostile:Obedient", max_turns = 3 }'
 
 
@@ -62,9 +63,12 @@ def play(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def played(typed: str, *arguments: str, environment: str = GUESS):
+    def played(typed: str, *arguments: str, environment: str = GUESS, agent: str | None = None):
+        table, settings = "environment", environment
+        if agent is not None:
+            table, settings = "agent", agent
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-        (tmp_path / "recipe.toml").write_text(RECIPE.format(environment=environment))
+        (tmp_path / "recipe.toml").write_text(RECIPE.format(table=table, settings=settings))
         (tmp_path / "typed").write_text(typed)
         with open(tmp_path / "typed") as stdin:
             monkeypatch.setattr(sys, "stdin", stdin)
@@ -192,9 +196,78 @@ def test_a_tokenizer_that_is_not_here_is_an_error_of_the_machine(play):
     assert "tokenizer" in error and "model.path" in error
 
 
+# --- for an agent program
+
+
+def program(deed: str, more: str = "") -> str:
+    """`[domains.agent]` of a program that does this; a person has more time than it."""
+    command = f'["python", "{ROOT}/tests/cli/asking_program.py", "{deed}"]'
+    return f"{{ command = {command}, episode_s = 0.001{more} }}"
+
+
+FUNCTION = '{ function = "tests.cli.asking_program:broken", episode_s = 0.001 }'
+
+
+def test_a_program_asks_the_person(play):
+    """With a tool, which the program runs."""
+    code, text, error = play(json.dumps(CALL) + "\n\n12\n", agent=EXAMPLE)
+    assert code == 0, error
+    lines = text.splitlines()
+    assert lines[0].startswith("domain game, prompt game-")
+    assert "as the model writes it:" in lines
+    offered = "<|tools|>calculate(expression)<|end|>"
+    assert f"  | {offered}<|user|>What is 3*4?<|end|><|assistant|>" in lines
+    assert "[turn 1, at most 600 tokens; an empty line ends the reply]" in lines
+    assert "  | <|tool|>12<|end|><|assistant|>" in lines
+    assert lines[-2:] == ["outcome: 1.1", "ended by the program, after 2 turns"]
+
+
+def test_requests_at_once_are_replied_to_one_after_the_other(play):
+    agent = program("together", ", turn_tokens = 20")
+    code, text, error = play("go\n\nleft\n\nleft\n", agent=agent)
+    assert code == 0, error
+    assert "the program does not go on from the turn before; the whole request is now:" in text
+    assert text.count("<|user|>one") == text.count("<|user|>two") == 1
+    assert "outcome: 1\nended by the program, after 3 turns\n3 sequences: not every" in text
+
+
+def test_a_program_without_an_outcome_leaves_it_to_rewards(play):
+    code, text, _ = play("12\n", agent=program("no-reward"))
+    assert code == 0
+    assert "outcome: none: the domain's other rewards judge the last reply" in text
+    assert "cannot be scored" not in text
+
+
+@pytest.mark.parametrize("agent", [program("crash"), FUNCTION])
+def test_a_program_that_fails_says_why(play, agent):
+    code, text, _ = play("12\n", agent=agent)
+    assert code == 0
+    assert "the episode cannot be scored: " in text
+    assert "is broken" in text
+    assert "outcome: none: the episode cannot be scored" in text
+
+
+def test_a_limit_ends_the_episode_of_a_program(play):
+    code, text, _ = play("a\n\nb\n\nc\n", agent=program("on", ", max_turns = 2"))
+    assert code == 0
+    assert "outcome: 0\nended by a limit: max_turns, or its tokens, after 2 turns\n" in text
+
+
+def test_the_input_ends_before_the_program_does(play):
+    code, text, error = play("a\n", agent=program("on"))
+    assert code == 4 and "[turn 2, " in text
+    assert "the input ended before the episode did, in turn 2" in error
+
+
+def test_a_program_that_asks_for_nothing_is_an_error(play):
+    code, _, error = play("12\n", agent=program("silent"))
+    assert code == 12
+    assert "the episode has no turn: the program asked for no turn" in error
+
+
 def test_ctrl_c_ends_it_while_a_reply_is_awaited(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    (tmp_path / "recipe.toml").write_text(RECIPE.format(environment=GUESS))
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(table="environment", settings=GUESS))
     with subprocess.Popen(
         [sys.executable, "-m", "grpo_megatron.cli.main", "play", "recipe.toml"],
         cwd=tmp_path,
