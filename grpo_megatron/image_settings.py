@@ -8,6 +8,8 @@ from typing import Any
 
 from grpo_megatron.errors import ConfigError, DataError
 
+_PATCH_SIZES = {"qwen3_vl": 16}
+"""Of transformers' classes, where config.json names none; 14 of other families."""
 _MOST_OBLONG = 200
 """Longest side by the shortest, as in transformers."""
 
@@ -49,8 +51,8 @@ class ImageSettings:
         least = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
         most = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
         return cls(
-            patch_size=vision.get("patch_size", 14),
-            merge_size=vision.get("spatial_merge_size", 2),
+            patch_size=_patch_size(hf),
+            merge_size=_merge_size(hf),
             temporal_patch_size=vision.get("temporal_patch_size", 2),
             least_pixels=least,
             most_pixels=most,
@@ -75,6 +77,23 @@ class ImageSettings:
             least_pixels=self.least_pixels,
             most_pixels=self.most_pixels,
         )
+
+
+def token_pixels(hf: Mapping[str, Any]) -> int:
+    """Return pixels of the side of the square that is one token, of a model that sees with the
+    fields `hf`."""
+    return _patch_size(hf) * _merge_size(hf)
+
+
+def _patch_size(hf: Mapping[str, Any]) -> int:
+    default = _PATCH_SIZES.get(hf["model_type"], 14)
+    found: int = hf["vision_config"].get("patch_size", default)
+    return found
+
+
+def _merge_size(hf: Mapping[str, Any]) -> int:
+    found: int = hf["vision_config"].get("spatial_merge_size", 2)
+    return found
 
 
 def tokens_of_size(

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.presets import ModelPreset
 from grpo_megatron.errors import DataError, raised_as
+from grpo_megatron.plan.hf_config import as_transformers_reads
 
 _SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"}  # ids 0 and 1
 _ENDS = {"eos_token_id": 1, "pad_token_id": 0}
@@ -58,7 +59,8 @@ class CharacterTokenizerConfig(Strict):
 
 def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     """Write config.json, generation_config.json and the tokenizer (no weights). config.json is
-    `[hf]` as it stands, not what transformers would make of it: export copies it byte for byte.
+    `[hf]` as it stands, but for a table `text_config` where transformers wants one, not what
+    transformers would make of it: export copies it byte for byte.
 
     Raises DataError for a preset of a released checkpoint, and for a tokenizer table that is
     wrong."""
@@ -85,6 +87,7 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
         for name, marker in _VISION_MARKERS.items():
             config[name] = tokenizer.token_to_id(marker)
         _write_json(directory / "preprocessor_config.json", processor)
+    config = as_transformers_reads(config)
     generation: dict[str, Any] = {**_ENDS, "do_sample": True}
     if settings.end_of_turn is not None:
         ends = [_ENDS["eos_token_id"], tokenizer.token_to_id(settings.end_of_turn)]

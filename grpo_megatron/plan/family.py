@@ -78,6 +78,9 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     megatron: dict[str, Any]
     engine: dict[str, Any] = {}
     architecture: str = ""  # vLLM's name of it
+    layer_prefix: str = "model.layers.{layer}."  # begins the names of a layer's tensors
+    tower_prefix: str = "visual."  # those of a vision tower's
+    text_table: bool = False  # transformers reads the text's fields in a table `text_config` only
     lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it
 
     def reference(self, setting: str) -> Reference | None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.family import Family, family_of, tables_of
+from grpo_megatron.plan.family import Family, family_names, family_of, tables_of
+from grpo_megatron.plan.tower import refuse_deep_blocks
 
 
 def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str, Any]:
@@ -28,6 +29,7 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
             if fields.get(name) is None:
                 raise ConfigError(f"{name} is missing in the configuration of {family.name}")
         fields["rope"] = rope_fields(fields, family)
+        refuse_deep_blocks(fields)
         return fields | derived(fields)
     except ConfigError as error:
         raise ConfigError(error.message, where=where, remedy=error.remedy) from None
@@ -87,6 +89,48 @@ def flattened(hf: Mapping[str, Any]) -> dict[str, Any]:
         if name != "model_type":
             fields.setdefault(name, value)
     return fields
+
+
+_BESIDE_TEXT = (
+    "architectures",
+    "dtype",
+    "image_processor",
+    "image_token_id",
+    "model_type",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
+)
+"""Fields of a model that sees which are not its text's."""
+
+
+def as_transformers_reads(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with those of the text in a table `text_config`, for a family that
+    transformers reads that way only; others, and those that have the table, as they are. Inverts
+    `flattened`. ConfigError for an unknown family."""
+    if not family_of(fields.get("model_type")).text_table or "text_config" in fields:
+        return dict(fields)
+    beside = {name: value for name, value in fields.items() if name in _BESIDE_TEXT}
+    text = {name: value for name, value in fields.items() if name not in _BESIDE_TEXT}
+    text["model_type"] = f"{fields['model_type']}_text"
+    return {**beside, "text_config": text}
+
+
+def refuse_flat_text(hf: Mapping[str, Any], *, where: str) -> None:
+    """Raise ConfigError for the config.json of a model whose text transformers reads from the table
+    `text_config`, without one: it would take its own defaults."""
+    model_type = hf.get("model_type")
+    if model_type not in family_names() or not family_of(model_type).text_table:
+        return
+    if not hf.get("text_config"):
+        raise ConfigError(
+            f"{model_type} has its text's fields in a table text_config, which is missing",
+            where=where,
+            remedy="copy config.json of the original checkpoint",
+        )
 
 
 def derived(fields: Mapping[str, Any]) -> dict[str, Any]:

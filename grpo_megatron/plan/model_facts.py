@@ -10,7 +10,14 @@ from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.errors import ConfigError, raised_as
-from grpo_megatron.plan.hf_config import derived, flattened, model_fields, unified
+from grpo_megatron.plan.hf_config import (
+    derived,
+    flattened,
+    model_fields,
+    refuse_flat_text,
+    unified,
+)
+from grpo_megatron.plan.tower import num_deep_levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class ModelFacts:
     is_mla: bool  # multi-head latent attention (DeepSeek)
     has_query_rank: bool  # with it: queries have a low rank of their own
     sees_images: bool = False  # has a vision tower (docs/vision.md)
+    num_deep_layers: int = 0  # first layers to whose outputs the tower's features are added
 
     @property
     def is_moe(self) -> bool:
@@ -95,9 +103,11 @@ def read_config(directory: Path) -> dict[str, Any]:
             remedy="download the checkpoint again",
         ),
     ):
-        config: dict[str, Any] = flattened(json.loads(file.read_text(encoding="utf-8")))
+        written = json.loads(file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = flattened(written)
         if "vision_config" in config:
             config["image_processor"] = _image_processor(directory)
+    refuse_flat_text(written, where=str(file))
     return config
 
 
@@ -141,4 +151,5 @@ def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
         has_query_rank=hf.get("q_lora_rank") is not None,
         max_position_embeddings=hf.get("max_position_embeddings"),
         sees_images="vision_config" in hf,
+        num_deep_layers=num_deep_levels(hf),
     )

@@ -4,26 +4,80 @@ stage has it whole."""
 from collections.abc import Mapping
 from typing import Any
 
-_DEFAULTS = {
-    "depth": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "in_channels": 3,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
+from grpo_megatron.errors import ConfigError
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "qwen3_vl": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "in_channels": 3,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": (8, 16, 24),
+    },
 }
-"""Of transformers' `Qwen2_5_VLVisionConfig`, where config.json names none."""
+"""Of transformers' configuration of a family's tower, where config.json names none."""
+
+
+def tower_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `vision_config` of a model that sees, with transformers' defaults."""
+    given = hf["vision_config"]
+    return _DEFAULTS[hf["model_type"]] | {k: v for k, v in given.items() if v is not None}
+
+
+def num_deep_levels(hf: Mapping[str, Any]) -> int:
+    """Count the decoder layers, from the first on, after which features of images are added: those
+    that early blocks of the tower make (DeepStack). 0 for other models."""
+    if "vision_config" not in hf:
+        return 0
+    return len(tower_fields(hf).get("deepstack_visual_indexes", ()))
+
+
+def refuse_deep_blocks(hf: Mapping[str, Any]) -> None:
+    """Raise ConfigError where `deepstack_visual_indexes` are not blocks of the tower, in order.
+
+    Features of others would go to other layers in transformers than in vLLM, or to none."""
+    if num_deep_levels(hf) == 0:
+        return
+    vision = tower_fields(hf)
+    blocks = list(vision["deepstack_visual_indexes"])
+    in_order = blocks == sorted(set(blocks))
+    if not in_order or blocks[0] < 0 or blocks[-1] >= vision["depth"]:
+        raise ConfigError(
+            f"vision_config.deepstack_visual_indexes = {blocks} are not blocks of a tower of "
+            f"{vision['depth']}, in ascending order",
+            remedy=f"numbers from 0 to {vision['depth'] - 1}, each once",
+        )
+    if len(blocks) > hf["num_hidden_layers"]:
+        raise ConfigError(
+            f"the vision tower has features for {len(blocks)} layers "
+            f"(vision_config.deepstack_visual_indexes), and the model has "
+            f"{hf['num_hidden_layers']} (num_hidden_layers)",
+            remedy="is config.json of this checkpoint?",
+        )
 
 
 def tower_symbols(hf: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of the tower of a model with the fields `hf`; {} where it has none."""
-    given = hf.get("vision_config")
-    if given is None:
+    if "vision_config" not in hf:
         return {}
-    vision = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
+    vision = tower_fields(hf)
     patches_of_token = vision["spatial_merge_size"] ** 2
     pixels = vision["temporal_patch_size"] * vision["patch_size"] ** 2
     return {
@@ -35,4 +89,6 @@ def tower_symbols(hf: Mapping[str, Any]) -> dict[str, int]:
         "patches_of_token": patches_of_token,
         "merged": patches_of_token * vision["hidden_size"],
         "feature": vision["out_hidden_size"],
+        "patch_places": vision.get("num_position_embeddings", 0),
+        "deep_levels": num_deep_levels(hf),
     }

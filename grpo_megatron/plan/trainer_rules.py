@@ -276,6 +276,35 @@ def _inner_layers_fit(trainer: TrainerConfig, model: ModelFacts) -> bool:
     return layers % stages == 0
 
 
+@TRAINER_RULES.rule("deep_features")
+def deep_features_stay_on_the_first_stage(
+    trainer: TrainerConfig, model: ModelFacts
+) -> Violation | None:
+    """Refuse a first stage that lacks layers to which features of a vision tower are added."""
+    pp = trainer.pipeline_parallel_size
+    vpp = trainer.virtual_pipeline_parallel_size or 1
+    if model.num_deep_layers == 0 or pp == 1:
+        return None
+    if not _inner_layers_fit(trainer, model):  # told by another rule
+        return None
+    layers, stages = _inner_layers(trainer, model)
+    num_first = trainer.first_stage_layers or layers // stages
+    if num_first // vpp >= model.num_deep_layers:
+        return None
+    key = "trainer.pipeline_parallel_size"
+    if trainer.first_stage_layers is not None:
+        key = "trainer.first_stage_layers"
+    if vpp > 1:
+        key = "trainer.virtual_pipeline_parallel_size"
+    return Violation(
+        key,
+        f"the vision tower has features for the first {model.num_deep_layers} layers, and the "
+        f"first pipeline stage, where it is, has {num_first // vpp} layers in its first part",
+        remedy="put more layers there: fewer stages, or a larger trainer.first_stage_layers",
+        related=("trainer.pipeline_parallel_size", "trainer.first_stage_layers"),
+    )
+
+
 @TRAINER_RULES.rule("layers_divide")
 def given_stages_leave_equal_ones(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
     """Refuse layers that the stages between given ends cannot share evenly."""

@@ -161,10 +161,13 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
 
 def _weights_of_tower(s: Sizes) -> list[Weight]:
     """The weights of a vision tower, in transformers' order; none of a model without one."""
-    forms = FORMS["tower"]["weights"]
+    if "tower_blocks" not in s.symbols:
+        return []
+    forms = FORMS["tower"][s.hf["model_type"]]["weights"]
     in_order = [*forms["patches"]]
-    in_order += forms["block"] * s.symbols.get("tower_blocks", 0)
+    in_order += forms["block"] * s.symbols["tower_blocks"]
     in_order += forms["merger"]
+    in_order += forms.get("deep_merger", []) * s.symbols["deep_levels"]
     trained = s.trainer.vision_tower == "trained" and s.lora is None
     weights = []
     for form in in_order:

@@ -10,7 +10,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_megatron.data.tiny_model import init_weights
+from grpo_megatron.image_settings import token_pixels
 from grpo_megatron.plan.family import tables_of
+from grpo_megatron.plan.hf_config import as_transformers_reads, flattened
 
 HEAD_DIM = 32
 """The smallest head that vLLM's CPU attention knows."""
@@ -32,7 +34,12 @@ _NUM_KV_HEADS = 2
 _ORIGINAL_POSITIONS = 256
 """Positions that a model with scaled RoPE was made for: below the lengths of a rehearsal, so that
 the scaling is in effect."""
-_FEW_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16}
+_MOST_IMAGE_TOKENS = 16
+_SMALL_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"fullatt_block_indexes": [1]},
+    "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+}
+"""What a family's tower of two blocks has beside its sizes."""
 _VISION_MARKERS = {
     "vision_start_token_id": "<|vision_start|>",
     "image_token_id": "<|image_pad|>",
@@ -46,10 +53,10 @@ _NOT_CARRIED = ("quantization_config", "auto_map", "transformers_version")
 
 def tiny_config(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Return the configuration `hf` (any dialect of config.json) with tiny sizes and `num_layers`
-    layers.
+    layers, fields of a text beside those of its tower.
 
     Vocabulary and special tokens are not set: they come from the tokenizer."""
-    config = dict(hf)
+    config = flattened(hf)
     for name in _NOT_CARRIED:
         config.pop(name, None)
     for name in ("num_nextn_predict_layers", "num_mtp_modules"):
@@ -136,13 +143,14 @@ def _shrink_positions(config: dict[str, Any]) -> None:
 
 
 def _shrink_tower(config: dict[str, Any]) -> None:
-    """Two blocks, of which the last attends to all of an image, and images of few tokens."""
+    """Two blocks, of which the last attends to all of an image, and images of few tokens. Features
+    of the first one go to the first layer, where those of some blocks go to layers."""
     if "vision_config" not in config:
         return
     config["vision_config"] = {
         **config["vision_config"],
+        **_SMALL_TOWERS[config["model_type"]],
         "depth": 2,
-        "fullatt_block_indexes": [1],
         "hidden_size": _HIDDEN_SIZE,
         "intermediate_size": _DENSE_WIDTH,
         "num_heads": 2,
@@ -154,7 +162,9 @@ def _shrink_tower(config: dict[str, Any]) -> None:
             config[name] = {**rope, "mrope_section": _sections(rope["mrope_section"])}
     processor = dict(config["image_processor"])
     processor.pop("size", None)  # pixels under other names
-    config["image_processor"] = processor | _FEW_PIXELS
+    of_token = token_pixels(config) ** 2
+    few_pixels = {"min_pixels": of_token, "max_pixels": of_token * _MOST_IMAGE_TOKENS}
+    config["image_processor"] = processor | few_pixels
 
 
 def _sections(released: Sequence[int]) -> list[int]:
@@ -240,6 +250,7 @@ def write_tiny_checkpoint(
         files["preprocessor_config"] = files["config"].pop("image_processor")
         for field, marker in _VISION_MARKERS.items():
             files["config"][field] = tokenizer.token_to_id(marker)
+    files["config"] = as_transformers_reads(files["config"])
     for name, content in files.items():
         _write_json(directory / f"{name}.json", content)
     _write_weights(directory, files["config"], seed, same_code_as)
@@ -262,6 +273,7 @@ def write_tiny_relative(
         if file.suffix in _TEXT_FILES and not is_of_weights:
             shutil.copy(file, directory / file.name)
     config = tiny_config(json.loads((source / "config.json").read_text("utf-8")), num_layers)
+    config = as_transformers_reads(config)
     _write_json(directory / "config.json", config)
     _write_weights(directory, config, seed, same_code.get(config["model_type"]))
 

@@ -23,14 +23,12 @@ OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 TOWER = "visual."
-"""Begins the names of the tensors of a vision tower, in Megatron's model and in Hugging Face's
-checkpoints."""
+"""Begins the names of the tensors of a vision tower in Megatron's model."""
 CARRIED = "carried."
 """Begins the names of tensors that are kept although Megatron has no parameter for them."""
 ADAPTERS = "adapters."
 """Begins the names of parameters of adapters in a checkpoint; PEFT's names follow."""
 _LAYER = "decoder.layers.{layer}."
-_HF_LAYER = "model.layers.{layer}."
 _EXPERT = re.compile(r"(\.experts\.)\d+\.")
 _KINDS = {
     ".linear_qkv.": "qkv",
@@ -62,11 +60,12 @@ def rules_for(model_type: str) -> tuple[Rule, ...]:
     family = family_of(model_type)
     rules = [_rule(name, name, tensor) for name, tensor in family.model.items()]
     rules.append(_rule(REWARD_HEAD, REWARD_HEAD, REWARD_HEAD))
-    rules.append(Rule(re.compile(TOWER + r"(?P<rest>.+)"), (TOWER + "{rest}",)))
+    of_tower = family.tower_prefix + "{rest}"
+    rules.append(Rule(re.compile(re.escape(TOWER) + r"(?P<rest>.+)"), (of_tower,)))
     for name, tensors in family.layer.items():
         if isinstance(tensors, str):
             tensors = [tensors]
-        hf = [_HF_LAYER + tensor for tensor in tensors]
+        hf = [family.layer_prefix + tensor for tensor in tensors]
         rules.append(_rule(_LAYER + name, name, *hf))
         for spelling, plain in family.spellings.items():
             if plain == name:
@@ -261,9 +260,11 @@ def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     fields = unified(hf)
     first = fields["num_hidden_layers"]
     extra = range(first, first + (fields.get("num_nextn_predict_layers") or 0))
+    prefix = family_of(hf["model_type"]).layer_prefix
+    of_layer = re.compile(re.escape(prefix).replace(r"\{layer\}", r"(\d+)"))
     found = set()
     for name in names:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        layer = of_layer.match(name)
         if layer is None:
             continue
         if int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq"):

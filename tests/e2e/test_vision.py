@@ -160,3 +160,50 @@ def test_a_step_of_a_trained_tower_is_replayed(run_of_a_trained_tower):
     done = runs.command("replay", f"{run_of_a_trained_tower}@1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the step is reproduced" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def run_of_a_deep_tower(tmp_path_factory) -> Path:
+    """Two steps of a Qwen3-VL at PP 2, whose tower is trained and recomputed."""
+    root = tmp_path_factory.mktemp("runs")
+    settings = [*SMALL, "model.preset=tiny-qwen3-vl", "num_steps=2", "trainer.recompute=full"]
+    settings.append("trainer.vision_tower=trained")
+    done = runs.command("train", "demo/vision-count-cpu", f"runs_dir={root}", "name=see", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "see"
+
+
+def test_engine_and_trainer_agree_about_a_deep_tower(run_of_a_deep_tower):
+    records = runs.metrics(run_of_a_deep_tower)
+    assert [record["step"] for record in records] == [0, 1]
+    assert all(record["mismatch/abs_max"] < 1e-4 for record in records)
+    assert all(record["grad/norm"] > 0 for record in records)
+    assert all(record["prompt/length_mean"] == 28 for record in records)  # 9 tokens of an image
+
+
+def test_the_export_of_a_deep_tower_is_a_whole_checkpoint(run_of_a_deep_tower):
+    """transformers loads all of it; every tensor of the tower has moved."""
+    from transformers import AutoModelForImageTextToText
+
+    run = run_of_a_deep_tower
+    first = load_file(run / "model" / "model.safetensors")
+    last = load_file(run / "export" / "model.safetensors")
+    assert first.keys() == last.keys()
+    towers = [name for name in first if name.startswith("model.visual.")]
+    assert len(towers) > 30
+    for name in towers:
+        assert float((last[name] - first[name]).abs().max()) > 1e-5, name
+    for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
+        assert (run / "export" / name).read_bytes() == (run / "model" / name).read_bytes()
+    config = json.loads((run / "export" / "config.json").read_text())
+    assert config["text_config"]["vocab_size"] > 0 and "vocab_size" not in config
+    _, loading = AutoModelForImageTextToText.from_pretrained(
+        run / "export", output_loading_info=True
+    )
+    assert not any(loading.values())
+
+
+def test_a_step_of_a_deep_tower_is_replayed(run_of_a_deep_tower):
+    done = runs.command("replay", f"{run_of_a_deep_tower}@1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the step is reproduced" in done.stdout

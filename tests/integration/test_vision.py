@@ -23,20 +23,46 @@ from tests.integration.conftest import TOLERANCE, publishing
 from tests.integration.test_publish import assert_differ, train_request
 from tests.rollout.engines import Server
 from tests.rollout.servers import DUMMY
-from tests.trainer.vision import IMAGE_TOKEN, png, write_vision_model, write_vision_samples
+from tests.trainer.vision import (
+    DEEP_VISION,
+    IMAGE_TOKEN,
+    VISION,
+    png,
+    write_vision_model,
+    write_vision_samples,
+)
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def seeing_model(tmp_path_factory) -> Path:
-    return Path(write_vision_model(tmp_path_factory.mktemp("vision") / "model", seed=3))
+DEEP = "qwen3_vl"
+CONFIGURATIONS = {"qwen2_5_vl": VISION, DEEP: DEEP_VISION}
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.matrix)])
-def server(request, seeing_model, tmp_path_factory):
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen2_5_vl", 1),
+        pytest.param(("qwen2_5_vl", 2), marks=pytest.mark.matrix),
+        pytest.param((DEEP, 1), marks=pytest.mark.matrix),
+        pytest.param((DEEP, 2), marks=pytest.mark.matrix),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def family_and_workers(request) -> tuple[str, int]:
     """An engine of one worker, or of two that share the tower, too."""
-    options = DUMMY | {"tensor_parallel_size": request.param}
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def seeing_model(family_and_workers, tmp_path_factory) -> Path:
+    hf = CONFIGURATIONS[family_and_workers[0]]
+    return Path(write_vision_model(tmp_path_factory.mktemp("vision") / "model", seed=3, hf=hf))
+
+
+@pytest.fixture(scope="module")
+def server(family_and_workers, seeing_model, tmp_path_factory):
+    options = DUMMY | {"tensor_parallel_size": family_and_workers[1]}
     found = Server.start("vision", seeing_model, tmp_path_factory.mktemp("logs"), **options)
     try:
         found.wait()

@@ -20,17 +20,24 @@ from grpo_megatron.plan.hf_config import (
     unified,
 )
 from tests.trainer.families import MODELS
-from tests.trainer.vision import PROCESSOR, VISION
+from tests.trainer.vision import DEEP_PROCESSOR, DEEP_VISION, PROCESSOR, VISION
 
 LACKING = ("gpt_oss", "minimax_m2", "qwen3_next")
-SEEING = ["qwen2_5_vl"]
-"""Held against transformers by samples with images, in `tests/trainer/test_vision.py`."""
+SEEING = ["qwen2_5_vl", "qwen3_vl"]
+"""Held against transformers by samples with images, in `tests/trainer/test_vision.py` and
+`test_deep_vision.py`."""
 FAMILIES = [name for name in family_names() if name not in (*LACKING, *SEEING, "kimi_k2")]
 """Kimi-K2 is DeepSeek-V3 by another name, which transformers does not know."""
 LLAMA = MODELS["llama"]
-_BESIDE_CONFIG = {"qwen2_5_vl": {"image_processor": PROCESSOR}}
+_BESIDE_CONFIG = {
+    "qwen2_5_vl": {"image_processor": PROCESSOR},
+    "qwen3_vl": {"image_processor": DEEP_PROCESSOR},
+}
 """What `read_config` finds in other files."""
-SHAPES = MODELS | {"qwen2_5_vl": VISION | _BESIDE_CONFIG["qwen2_5_vl"]}
+SHAPES = MODELS | {
+    "qwen2_5_vl": VISION | _BESIDE_CONFIG["qwen2_5_vl"],
+    "qwen3_vl": DEEP_VISION | _BESIDE_CONFIG["qwen3_vl"],
+}
 
 
 def _defaults(model_type: str, **given: int) -> dict:

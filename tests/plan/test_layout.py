@@ -29,6 +29,7 @@ MOE = facts_from_hf(
     }
 )
 DENSE = replace(MOE, model_type="qwen3", num_experts=0, moe_layers=(), moe_intermediate_size=0)
+DEEP = replace(DENSE, model_type="qwen3_vl", sees_images=True, num_deep_layers=3)
 SHORT = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
@@ -112,6 +113,38 @@ def test_each_rule(rule, key, nearest, sizes):
         SHORT.get(key, key),
     )
     assert violation.value == value
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"ranks": 2, "pp": 2},
+        {"ranks": 4, "pp": 4, "first": 5},
+        {"ranks": 2, "pp": 2, "vpp": 2, "first": 6},
+        {"ranks": 8, "pp": 2, "tp": 2, "cp": 2},
+    ],
+)
+def test_first_stages_with_the_layers_of_deep_features(sizes):
+    assert check(DEEP, **sizes) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest", "sizes"),
+    [
+        ("pp", (2,), {"ranks": 4, "pp": 4}),
+        ("vpp", (1,), {"ranks": 2, "pp": 2, "vpp": 2}),
+        ("first", (4,), {"ranks": 3, "pp": 3, "first": 2}),
+    ],
+)
+def test_first_stages_without_a_layer_of_deep_features(key, nearest, sizes):
+    (violation,) = check(DEEP, **sizes)
+    assert violation.rule == "deep_features"
+    assert violation.key == f"trainer.{SHORT[key]}"
+    assert violation.nearest[:1] == nearest
+    assert "features for the first 3 layers" in violation.message
+    assert "has 2 layers in its first part" in violation.message
+    assert check(DENSE, **sizes) == []
 
 
 def test_messages_name_both_numbers():

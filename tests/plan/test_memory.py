@@ -24,7 +24,7 @@ from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 from tests.trainer import worker_group
 from tests.trainer.models import write_samples
-from tests.trainer.vision import PROCESSOR, VISION, write_vision_samples
+from tests.trainer.vision import DEEP_VISION, PROCESSORS, VISION, write_vision_samples
 
 VOCAB = 8192
 DENSE = {
@@ -73,6 +73,36 @@ SEEING = {
     },
 }
 """Half of its weights are the tower's."""
+SEEING_DEEP = {
+    **DEEP_VISION,
+    "text_config": {
+        **DEEP_VISION["text_config"],
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "rope_scaling": {
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": [12, 10, 10],
+        },
+    },
+    "vision_config": {
+        **DEEP_VISION["vision_config"],
+        "depth": 12,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_heads": 8,
+        "out_hidden_size": 512,
+        "num_position_embeddings": 1024,
+        "deepstack_visual_indexes": [3, 6, 9],
+    },
+}
+"""As large, with features of three blocks for three layers."""
 PICTURES = [[(560, 560)], [(588, 560)]]
 """Of 400 tokens or more each."""
 EP2 = {"num_ranks": 2, "expert_parallel_size": 2, "precision": "float32"}
@@ -260,7 +290,8 @@ def test_predicted_peak_of_a_policy_that_is_not_trained(tmp_path, hf, layout, ma
         pytest.param({"precision": "float32"}, id="frozen"),
     ],
 )
-def test_predicted_peak_with_images(tmp_path, layout):
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_predicted_peak_with_images(tmp_path, layout, family):
     layout = {
         **layout,
         "max_tokens_per_microbatch": 1024,
@@ -269,8 +300,9 @@ def test_predicted_peak_with_images(tmp_path, layout):
     }
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(SEEING))
-    processor = PROCESSOR | {"max_pixels": 28 * 28 * 1024}
+    config = {"qwen2_5_vl": SEEING, "qwen3_vl": SEEING_DEEP}[family]
+    (model / "config.json").write_text(json.dumps(config))
+    processor = PROCESSORS[family] | {"max_pixels": 28 * 28 * 1024}
     (model / "preprocessor_config.json").write_text(json.dumps(processor))
     samples = write_vision_samples(
         tmp_path / "step_000001", str(model), num_samples=2, sizes_of_prompts=PICTURES

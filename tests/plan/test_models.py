@@ -42,7 +42,9 @@ def num_parameters(hf: dict) -> int:
     sparse = 3 * hidden * (experts * width + (f["shared_expert_intermediate_size"] or 0))
     sparse += experts * (hidden + ("routed_scaling_factor" in f))
     tables = 1 if f["tie_word_embeddings"] else 2
-    seen = num_parameters_of_tower(f["vision_config"]) if "vision_config" in f else 0
+    seen = 0
+    if "vision_config" in f:
+        seen = TOWERS[f["model_type"]](f["vision_config"])
     return (
         num_moe * sparse
         + (layers - num_moe) * 3 * hidden * f["intermediate_size"]
@@ -61,6 +63,22 @@ def num_parameters_of_tower(vision: dict) -> int:
     merged = width * vision["spatial_merge_size"] ** 2
     merger = width + merged * (merged + 1) + vision["out_hidden_size"] * (merged + 1)
     return pixels * width + vision["depth"] * (attention + mlp + 2 * width) + merger
+
+
+def num_parameters_of_deep_tower(vision: dict) -> int:
+    width, of_mlp = vision["hidden_size"], vision["intermediate_size"]
+    attention = 4 * width * (width + 1)
+    mlp = 2 * width * of_mlp + of_mlp + width
+    pixels = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    merged = width * vision["spatial_merge_size"] ** 2
+    two_layers = merged * (merged + 1) + vision["out_hidden_size"] * (merged + 1)
+    mergers = two_layers + 2 * width
+    mergers += len(vision["deepstack_visual_indexes"]) * (two_layers + 2 * merged)
+    patches = (pixels + 1 + vision["num_position_embeddings"]) * width
+    return patches + vision["depth"] * (attention + mlp + 4 * width) + mergers
+
+
+TOWERS = {"qwen2_5_vl": num_parameters_of_tower, "qwen3_vl": num_parameters_of_deep_tower}
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -177,6 +177,7 @@ TRAINED = {"vision_tower": "trained"}
     [
         ("tiny-qwen2.5-vl", {"num_ranks": 4, "tensor_parallel_size": 2, **TRAINED}),
         ("tiny-qwen2.5-vl", {"num_ranks": 4, "pipeline_parallel_size": 2}),
+        ("tiny-qwen3-vl", {"num_ranks": 4, "pipeline_parallel_size": 2, **TRAINED}),
         pytest.param(
             "tiny-qwen2.5-vl",
             {
@@ -194,6 +195,11 @@ TRAINED = {"vision_tower": "trained"}
             marks=pytest.mark.matrix,
         ),
         pytest.param("qwen2.5-vl-3b", {"num_ranks": 4, **TRAINED}, marks=pytest.mark.matrix),
+        pytest.param(
+            "qwen3-vl-8b",
+            {"num_ranks": 8, "tensor_parallel_size": 2, **TRAINED},
+            marks=pytest.mark.matrix,
+        ),
         pytest.param(
             "qwen2.5-vl-3b",
             {"num_ranks": 8, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},

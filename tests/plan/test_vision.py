@@ -12,7 +12,7 @@ from grpo_megatron.config.problems import InvalidConfigError
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.advice import advice_for
 from grpo_megatron.plan.resolve import resolve, resolve_run
-from tests.trainer.vision import PROCESSOR, VISION
+from tests.trainer.vision import DEEP_PROCESSOR, DEEP_VISION, PROCESSOR, VISION
 
 COUNT = "demo/vision-count-cpu"
 TEXT = "demo/gspo-moe-cpu"
@@ -87,7 +87,12 @@ def test_a_run_goes_on_with_the_tower_that_its_checkpoints_have(tmp_path, tower)
         ({}, None, "cannot read the model's config.json"),
         ({}, {"image_std": None}, "image_std is not three numbers"),
         ({}, {"do_normalize": False}, "image_processor.do_normalize = False is not supported"),
-        ({"model_type": "qwen3_vl"}, {}, "model_type 'qwen3_vl' is not supported"),
+        ({"model_type": "qwen2_vl"}, {}, "model_type 'qwen2_vl' is not supported"),
+        (
+            {"model_type": "qwen3_vl"},
+            {},
+            "its text's fields in a table text_config, which is missing",
+        ),
         (
             {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 8]}},
             {},
@@ -104,6 +109,53 @@ def test_models_that_are_not_computed(tmp_path, config, processor, words):
         file.write_text(json.dumps(PROCESSOR | processor))
     flags = ["model.preset=null", f"model.path={tmp_path}"]
     assert words in _refusal(COUNT, *flags)
+
+
+INTERLEAVED = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]}
+
+
+@pytest.mark.parametrize(
+    ("of_text", "of_tower", "words"),
+    [
+        (
+            {"rope_scaling": INTERLEAVED | {"mrope_interleaved": False}},
+            {},
+            "rope_scaling.mrope_interleaved = False is not supported for qwen3_vl",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]}},
+            {},
+            "rope type 'default' needs mrope_interleaved",
+        ),
+        (
+            {},
+            {"deepstack_visual_indexes": [1, 0]},
+            "[1, 0] are not blocks of a tower of 3, in ascending order",
+        ),
+        ({}, {"deepstack_visual_indexes": [1, 3]}, "numbers from 0 to 2, each once"),
+        (
+            {"num_hidden_layers": 1},
+            {},
+            "features for 2 layers (vision_config.deepstack_visual_indexes), and the model has 1",
+        ),
+        ({}, {"hidden_act": "silu"}, "vision_config.hidden_act = 'silu'"),
+        (
+            {},
+            {"rope_parameters": {"rope_theta": 5.0, "rope_type": "axial"}},
+            "vision_config.rope_parameters.rope_theta = 5.0 is not supported",
+        ),
+    ],
+)
+def test_deep_models_that_are_not_computed(tmp_path, of_text, of_tower, words):
+    config = {
+        **DEEP_VISION,
+        "text_config": DEEP_VISION["text_config"] | of_text,
+        "vision_config": DEEP_VISION["vision_config"] | of_tower,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(DEEP_PROCESSOR))
+    text = _refusal(COUNT, "model.preset=null", f"model.path={tmp_path}")
+    assert words in " ".join(text.split())
 
 
 def test_what_knows_no_images_says_so():

@@ -170,6 +170,18 @@ def test_a_tiny_model_that_sees_keeps_its_tower(tmp_path):
     assert settings.tokens_of(2000, 1000) == (2, 5)  # of at most 16 tokens
 
 
+def test_a_tiny_model_with_a_deep_tower_keeps_it(tmp_path):
+    released = load_preset("qwen3-vl-8b").hf
+    write_tiny_checkpoint(tmp_path, tiny_config(released, 4), ["<|im_start|>"], 0)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["text_config"]["num_hidden_layers"] == 4 and "hidden_size" not in written
+    hf = read_config(tmp_path)
+    assert facts_from_hf(hf).num_deep_layers == 1
+    assert hf["rope_scaling"]["mrope_section"] == [6, 5, 5]
+    assert tiny_config(written | {"image_processor": hf["image_processor"]}, 4).keys() == hf.keys()
+    assert ImageSettings.of_model(hf).tokens_of(2000, 1000) == (2, 5)  # of at most 16 tokens
+
+
 def test_pictures_are_made_up_for_a_model_that_sees(tmp_path):
     before, after = scaled("systems/vlm_r1", tmp_path)
     assert before.domains[0].image_field == "image"

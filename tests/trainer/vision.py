@@ -1,4 +1,4 @@
-"""A tiny model that sees, recorded samples with images, and what transformers computes for them."""
+"""Tiny models that see, recorded samples with images, and what transformers computes for them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from grpo_megatron.batching.store import (
 )
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.image_settings import ImageSettings
+from grpo_megatron.images import patches_of
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.types import Completion, Prompt, PromptImage, RolloutGroup, VersionSpan
 
@@ -63,6 +64,50 @@ VISION: dict[str, Any] = {
     },
 }
 """As the authors of Qwen2.5-VL wrote it: the text's fields beside `vision_config`."""
+DEEP_VISION: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": [6, 5, 5],
+        },
+        "initializer_range": 0.1,
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 3,
+        "hidden_size": 64,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 49,
+        "deepstack_visual_indexes": [0, 1],
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "initializer_range": 0.1,
+    },
+}
+"""As the authors of Qwen3-VL wrote it: features of two blocks go to the first two layers."""
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "min_pixels": 28 * 28,
@@ -73,6 +118,18 @@ PROCESSOR = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+DEEP_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 49},
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+PROCESSORS = {"qwen2_5_vl": PROCESSOR, "qwen3_vl": DEEP_PROCESSOR}
+TOWERS = {"qwen2_5_vl": "visual.", "qwen3_vl": "model.visual."}
+"""How names of the tensors of a checkpoint's tower begin."""
 SIZES = [[(40, 30)], [], [(100, 60), (28, 140)], [(200, 190)], [(40, 30)], [(40, 30)]]
 """Widths and heights of the images of each prompt, in pixels."""
 
@@ -83,7 +140,8 @@ def write_vision_model(directory: Path, seed: int = 0, hf: dict[str, Any] = VISI
 
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(hf))
-    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    processor = PROCESSORS[hf["model_type"]]
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     _write_tokenizer(directory)
     init_weights(directory, seed)
     tensors = load_file(directory / "model.safetensors")
@@ -167,31 +225,40 @@ def write_vision_samples(
 
 def reference_features(model: str, samples: str, dtype: torch.dtype) -> np.ndarray:
     """Compute what transformers' tower makes of each image of a step, in the order in which they
-    appear; fp32 [features, H]. Its processor has normalised them."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    appear; fp32 [features, H]. Colours are normalised as engines do it, which is as its processor
+    does but for the last bit."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
 
-    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=dtype).eval()
+    policy = _policy(model, dtype)
     processor = Qwen2VLImageProcessorPil.from_pretrained(model)
     table = SampleTable(Path(samples))
-    digests = dict.fromkeys(
-        image.digest for row in range(len(table)) for image in table.images(row)
-    )
-    pictures = [Image.open(io.BytesIO(table.image_folder.read(digest))) for digest in digests]
-    seen = processor(pictures, return_tensors="pt")
+    settings = ImageSettings.of_model(read_config(Path(model)))
+    scale = settings.rescale_factor / torch.tensor(settings.std)
+    shift = -torch.tensor(settings.mean) / torch.tensor(settings.std)
+    pictures = {}
+    normalised = []
+    for image in (image for row in range(len(table)) for image in table.images(row)):
+        if image.digest in pictures:
+            continue
+        content = table.image_folder.read(image.digest)
+        pictures[image.digest] = Image.open(io.BytesIO(content))
+        patches = torch.from_numpy(patches_of(content, image.rows, image.columns, settings))
+        by_colour = patches.reshape(len(patches), 3, -1) * scale[:, None] + shift[:, None]
+        normalised.append(by_colour.reshape(patches.shape))
+    pixels = torch.cat(normalised)
+    seen = processor(list(pictures.values()), return_tensors="pt")
+    torch.testing.assert_close(pixels, seen["pixel_values"], rtol=0, atol=1e-6)
     with torch.no_grad():
-        found = policy.model.visual(seen["pixel_values"].to(dtype), grid_thw=seen["image_grid_thw"])
+        found = policy.model.visual(pixels.to(dtype), grid_thw=seen["image_grid_thw"])
     return found.pooler_output.float().numpy()
 
 
 def reference_logprobs(model: str, samples: str) -> list[np.ndarray]:
     """Compute the log-probs of every sample's completion by transformers alone, fp32: pixels, too,
     are those of its own image processor."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+    policy = _policy(model, torch.float32)
     with torch.no_grad():
         return [logprobs.numpy() for logprobs in _logprobs(policy, model, samples)]
 
@@ -199,9 +266,7 @@ def reference_logprobs(model: str, samples: str) -> list[np.ndarray]:
 def reference_gradients(model: str, samples: str) -> tuple[dict[str, np.ndarray], float]:
     """Differentiate minus the sum of these log-probs by transformers alone: the tower's gradients
     under the names of its tensors, fp32, and the norm of the gradients of all weights."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+    policy = _policy(model, torch.float32)
     for logprobs in _logprobs(policy, model, samples):
         (-logprobs.sum()).backward()
     of_tower = {}
@@ -209,8 +274,16 @@ def reference_gradients(model: str, samples: str) -> tuple[dict[str, np.ndarray]
     for name, parameter in policy.named_parameters():
         squares += float(parameter.grad.double().square().sum())
         if name.startswith("model.visual."):
-            of_tower[name.removeprefix("model.")] = parameter.grad.numpy()
+            name = TOWERS[policy.config.model_type] + name.removeprefix("model.visual.")
+            of_tower[name] = parameter.grad.numpy()
     return of_tower, squares**0.5
+
+
+def _policy(model: str, dtype: torch.dtype) -> Any:
+    """Load a checkpoint with transformers' class of its family."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(model, dtype=dtype).eval()
 
 
 def _logprobs(policy: Any, model: str, samples: str) -> Iterator[torch.Tensor]:

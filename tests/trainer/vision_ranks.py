@@ -33,7 +33,7 @@ def features(model: str, samples: str) -> np.ndarray:
     split = lay_out(SamplePaths.without_sharing(table.prompt_lengths + table.completion_lengths))
     images = row_images(table, np.arange(len(table)), split)
     [chunk] = setup.policy.models
-    return chunk.image_features.of(images).float().numpy()
+    return chunk.image_features.of(images)[0].float().numpy()
 
 
 def parity(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any] | None:

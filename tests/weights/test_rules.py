@@ -8,6 +8,7 @@ import torch
 from grpo_megatron.checkpoints.hf_import import dequantise
 from grpo_megatron.weights.parameters import carried_names, resolve, rules_for
 from tests.trainer.families import MODELS
+from tests.trainer.vision import DEEP_VISION
 
 LAYER = "decoder.layers.12."
 
@@ -81,6 +82,25 @@ def test_layers_after_the_last_are_carried_along(name):
         rotary,
     }
     assert carried_names(MODELS["deepseek_v3"], tensors) == set()
+
+
+def test_names_of_a_family_with_prefixes_of_its_own():
+    rules = rules_for("qwen3_vl")
+    text = "model.language_model."
+    assert resolve(rules, "embedding.word_embeddings.weight") == (
+        "vocab",
+        [f"{text}embed_tokens.weight"],
+    )
+    assert resolve(rules, "decoder.layers.3.self_attention.q_layernorm.weight") == (
+        "copy",
+        [f"{text}layers.3.self_attn.q_norm.weight"],
+    )
+    of_tower = "deepstack_merger_list.0.linear_fc1.weight"
+    assert resolve(rules, f"visual.{of_tower}") == ("copy", [f"model.visual.{of_tower}"])
+    assert resolve(rules, "output_layer.weight") == ("vocab", ["lm_head.weight"])
+    rotary = f"{text}layers.0.self_attn.rotary_emb.inv_freq"
+    others = {"model.layers.0.self_attn.rotary_emb.inv_freq", f"{text}layers.9.eh_proj.weight"}
+    assert carried_names(DEEP_VISION, {rotary, *others}) == {rotary}
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (200, 300), (1, 129), (257, 5)])

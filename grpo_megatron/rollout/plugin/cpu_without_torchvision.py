@@ -1,10 +1,10 @@
-"""vLLM's Qwen2.5-VL needs torchvision twice, whose published builds are for CUDA:
+"""vLLM's Qwen2.5-VL and Qwen3-VL need torchvision twice, whose published builds are for CUDA:
 
-- vllm/model_executor/models/qwen2_vl.py:43 imports `smart_resize` from the image processor of
-  transformers that needs it. The same function is in the processor of Pillow and NumPy, which
-  transformers takes by itself where torchvision is not installed.
-- vllm/model_executor/models/qwen2_5_vl.py:1188 makes transformers' processor with its video part,
-  which has no other form. Engines of a run are asked about images only."""
+- vllm/model_executor/models/qwen2_vl.py:43 and qwen3_vl.py:38 import `smart_resize` from the image
+  processor of transformers that needs it. The same function is in the processor of Pillow and
+  NumPy, which transformers takes by itself where torchvision is not installed.
+- vllm/model_executor/models/qwen2_5_vl.py:1188 and qwen3_vl.py:929 make transformers' processor
+  with its video part, which has no other form. Engines of a run are asked about images only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import importlib.util
 import sys
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 _WITH_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _WITH_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-_PROCESSOR = "Qwen2_5_VLProcessor"
+_PROCESSORS = ("Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 
 
 def apply() -> None:
@@ -31,7 +31,7 @@ def apply() -> None:
     def get_hf_processor(
         self: InputProcessingContext, wanted: Any = None, /, **settings: object
     ) -> Any:
-        if getattr(wanted, "__name__", "") == _PROCESSOR:
+        if getattr(wanted, "__name__", "") in _PROCESSORS:
             wanted = _images_only(wanted)
         return original(self, wanted, **settings)
 
@@ -49,7 +49,11 @@ class _PillowModule(ModuleType):
 
 
 class _NoVideos:
-    """In the place of a video part: one without settings."""
+    """In the place of a video part: one without settings, but those by which vLLM computes how many
+    tokens a video of Qwen3-VL would have (qwen3_vl.py:1043). They are transformers' own."""
+
+    size: ClassVar[dict[str, int]] = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
+    temporal_patch_size = 2
 
     class valid_kwargs:  # the name that vLLM asks for
         """Of no setting."""

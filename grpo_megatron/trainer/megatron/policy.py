@@ -19,18 +19,21 @@ from megatron.core.utils import unwrap_model
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.plan.tower import num_deep_levels
 from grpo_megatron.trainer.lora.adapter import Adapter
 from grpo_megatron.trainer.lora.attach import attach
 from grpo_megatron.trainer.megatron import host_optimizer
+from grpo_megatron.trainer.megatron.deep_features import add_after_layers
 from grpo_megatron.trainer.megatron.kernels import Kernel, attention_is_torch
 from grpo_megatron.trainer.megatron.layer_specs import block_spec
 from grpo_megatron.trainer.megatron.model_config import kernels_of, transformer_config
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
 from grpo_megatron.trainer.megatron.policy_model import PolicyModel
 from grpo_megatron.trainer.megatron.reward_head import RewardHead
-from grpo_megatron.trainer.megatron.rope import rotary
+from grpo_megatron.trainer.megatron.rope import axes_of, rotary
 from grpo_megatron.trainer.megatron.upstream_fixes import mark_expert_parameters
 from grpo_megatron.trainer.megatron.vision_tower import (
     ImageFeatures,
@@ -394,8 +397,7 @@ def build_models(
         )
         if not config.multi_latent_attention:
             model.rotary_pos_emb.inv_freq = rotary(rope, config.kv_channels)[0]
-        if "mrope_section" in rope:
-            model.mrope_sections = tuple(rope["mrope_section"])
+        model.mrope_axes = axes_of(rope)
         if first and "vision_config" in hf:
             model.visual = build_tower(
                 hf,
@@ -408,6 +410,16 @@ def build_models(
                 ImageSettings.of_model(hf),
                 splits_sequences=config.sequence_parallel,
             )
+            num_levels = num_deep_levels(hf)
+            first_layers = model.decoder.layers[:num_levels]
+            if len(first_layers) < num_levels:
+                raise ConfigError(
+                    f"the first pipeline stage has {len(first_layers)} layers, and the vision "
+                    f"tower has features for the first {num_levels}",
+                    where="[trainer]",
+                    remedy="fewer pipeline stages, or a larger trainer.first_stage_layers",
+                )
+            add_after_layers(first_layers)
         model.real_vocab_size = hf["vocab_size"]
         model.logprob_chunk_tokens = layout.logprob_chunk_tokens
         model.keep_logits = layout.keep_logits

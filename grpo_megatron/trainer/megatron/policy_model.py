@@ -12,6 +12,7 @@ from grpo_megatron.device_copies import to_device
 from grpo_megatron.trainer.lora.attach import ModelAdapters
 from grpo_megatron.trainer.lora.checkpoint import sharded_adapters
 from grpo_megatron.trainer.megatron.context_parallel import OwnTokens, found_by_all
+from grpo_megatron.trainer.megatron.deep_features import DeepFeatures, with_deep_features
 from grpo_megatron.trainer.megatron.reward_head import RewardHead
 from grpo_megatron.trainer.megatron.vision_tower import ImageFeatures
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens, divergence
@@ -41,8 +42,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     has_reward_head: bool = False
     image_features: ImageFeatures | None = None
     """Of a model that sees, on the first pipeline stage."""
-    mrope_sections: tuple[int, ...] | None = None
-    """How many angles of a head go by positions in time, height and width; None: all go by one."""
+    mrope_axes: tuple[slice, slice] | None = None
+    """Which angles of a head go by positions in height and in width; None: all go by one."""
     score: RewardHead
     """Of a reward model: the first row is the scalar at the position before each policy token, the
     second 0."""
@@ -65,10 +66,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         self._own = own
         self._squared_probs = squared_probs
         self._teachers = teachers
-        if self.mrope_sections is not None:
-            kwargs["packed_seq_params"].cu_seqlens_q.sections = self.mrope_sections
+        if self.mrope_axes is not None:
+            kwargs["packed_seq_params"].cu_seqlens_q.axes = self.mrope_axes
         if self.image_features is not None:
-            kwargs["decoder_input"] = self._embedded(self.image_features, args[0], args[1], images)
+            embedded, deep = self._embedded(self.image_features, args[0], args[1], images)
+            kwargs["decoder_input"] = embedded
+            kwargs["packed_seq_params"].cu_seqlens_q.deep = deep
         output: torch.Tensor = super().forward(*args, **kwargs)
         return output
 
@@ -78,13 +81,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
         images: RowImages | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, DeepFeatures | None]:
         """Embed the tokens of a row, int64 [1, T], those of images as what is seen in them:
-        [T, 1, H], or this rank's part of it under sequence parallelism."""
+        [T, 1, H], or this rank's part of it under sequence parallelism; and what is added to it
+        after the first layers, if the tower makes such features."""
         embedded: torch.Tensor = self.embedding(input_ids=tokens, position_ids=position_ids)
         if images is None:
-            return image_features.without_images(embedded)
-        features = image_features.of(images)
+            return image_features.without_images(embedded), None
+        features, *deep_levels = image_features.of(images)
         first = 0
         if self.config.sequence_parallel:
             first = get_tensor_model_parallel_group().rank() * len(embedded)
@@ -93,7 +97,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         where = to_device(torch.from_numpy(places[is_here]), embedded.device)
         which = to_device(torch.from_numpy(images.features[is_here]), embedded.device)
         seen = features.index_select(0, which).to(embedded.dtype)
-        return embedded.index_copy(0, where, seen[:, None])
+        embedded = embedded.index_copy(0, where, seen[:, None])
+        if not deep_levels:
+            return embedded, None
+        return with_deep_features(
+            embedded, where, [level.index_select(0, which) for level in deep_levels]
+        )
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer, [V / TP, H]."""

@@ -34,6 +34,23 @@ def rotary(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     return frequencies, factor
 
 
+def axes_of(rope: dict[str, Any]) -> tuple[slice, slice] | None:
+    """Say which angles of a head go by positions in height and which by those in width; the others
+    go by those in time. None for a model whose tokens have one position.
+
+    rope: the result of `plan.hf_config.rope_fields`. Sections lie one after the other, or are
+    interleaved: time, height, width, time, ... as long as one has angles left, as in transformers'
+    Qwen3-VL."""
+    sections = rope.get("mrope_section")
+    if sections is None:
+        return None
+    in_time, in_height, in_width = sections
+    if rope.get("mrope_interleaved"):
+        return slice(1, 3 * in_height, 3), slice(2, 3 * in_width, 3)
+    in_both = in_time + in_height
+    return slice(in_time, in_both), slice(in_both, in_both + in_width)
+
+
 class _Angles(NamedTuple):
     freqs: torch.Tensor  # of which these are
     cos: torch.Tensor  # [T, 1, rotary d / 2], as `sin`
@@ -47,8 +64,8 @@ def rotate_packed(
 
     x: queries or keys, [T, heads, d], as is the result. cu_seqlens: int32 [S + 1], with attributes
     of ours: `positions`, int64 [T], where tokens are in their samples (by default every sequence
-    begins at 0), or int64 [3, T], with `sections`, how many angles go by each of the three; the
-    computed angles are kept on it, too. freqs: angles by position, [longest, 1, 1, rotary d], both
+    begins at 0), or int64 [3, T], with `axes` (see `axes_of`); the computed angles are kept on it,
+    too. freqs: angles by position, [longest, 1, 1, rotary d], both
     halves equal. scale: factor of cosines and sines (YaRN), one value for the same `freqs`."""
     owner: Any = cu_seqlens  # a tensor takes attributes of any name
     found: _Angles | None = getattr(owner, "rope", None)
@@ -57,7 +74,7 @@ def rotate_packed(
         if positions is None:
             starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=x.size(0))
             positions = torch.arange(x.size(0), device=starts.device) - starts
-        angles = _angles_at(positions, freqs, getattr(owner, "sections", None))
+        angles = _angles_at(positions, freqs, getattr(owner, "axes", None))
         cos = (angles.cos() * scale).to(x.dtype)
         sin = (angles.sin() * scale).to(x.dtype)
         found = _Angles(freqs, cos, sin)
@@ -69,17 +86,18 @@ def rotate_packed(
 
 
 def _angles_at(
-    positions: torch.Tensor, freqs: torch.Tensor, sections: Sequence[int] | None
+    positions: torch.Tensor, freqs: torch.Tensor, axes: Sequence[slice] | None
 ) -> torch.Tensor:
     """Return angles of tokens at positions, int64 [T] or [3, T]: [T, 1, rotary d / 2]."""
     half = freqs[:, 0, :, : freqs.size(-1) // 2]
     if positions.dim() == 1:
         return half[positions]
-    assert sections is not None  # of a model whose tokens have three positions
-    parts = []
-    for of_section, angles in zip(positions, half.split(list(sections), -1), strict=True):
-        parts.append(angles[of_section])
-    return torch.cat(parts, -1)
+    assert axes is not None  # of a model whose tokens have three positions
+    in_time, *in_space = positions
+    angles = half[in_time]
+    for on_axis, of_axis in zip(in_space, axes, strict=True):
+        angles[..., of_axis] = half[..., of_axis][on_axis]
+    return angles
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:

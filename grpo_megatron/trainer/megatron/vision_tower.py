@@ -18,7 +18,7 @@ from megatron.core.parallel_state import get_tensor_model_parallel_group
 
 from grpo_megatron.batching.row_images import RowImages
 from grpo_megatron.device_copies import to_device
-from grpo_megatron.errors import TrainerError
+from grpo_megatron.errors import ConfigError, TrainerError
 from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.images import patches_of
 from grpo_megatron.trainer.megatron.platform import device
@@ -32,14 +32,7 @@ def build_tower(
     trains: its weights have gradients; recomputes: its blocks are then computed a second time in
     the backward, and keep their inputs only. Its rotary frequencies are no weights: no change of
     type or device reaches them (Megatron's Float16Module would round them)."""
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (  # takes seconds
-        Qwen2_5_VisionTransformerPretrainedModel,
-        Qwen2_5_VLVisionConfig,
-    )
-
-    vision = Qwen2_5_VLVisionConfig(**hf["vision_config"])
-    vision._attn_implementation = "sdpa"
-    tower: torch.nn.Module = Qwen2_5_VisionTransformerPretrainedModel(vision)
+    tower = _tower_of(hf)
     for module in tower.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             frequencies = buffer.detach().clone()
@@ -52,6 +45,37 @@ def build_tower(
         recomputing: Any = tower
         recomputing.gradient_checkpointing_enable({"use_reentrant": False})
     return tower
+
+
+def _tower_of(hf: dict[str, Any]) -> torch.nn.Module:
+    """Return transformers' module of the model's family. Raises ConfigError for a family that has
+    none here."""
+    vision: Any
+    tower: torch.nn.Module
+    if hf["model_type"] == "qwen2_5_vl":
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (  # takes seconds
+            Qwen2_5_VisionTransformerPretrainedModel,
+            Qwen2_5_VLVisionConfig,
+        )
+
+        vision = Qwen2_5_VLVisionConfig(**hf["vision_config"])
+        vision._attn_implementation = "sdpa"
+        tower = Qwen2_5_VisionTransformerPretrainedModel(vision)
+        return tower
+    if hf["model_type"] == "qwen3_vl":
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+            Qwen3VLVisionConfig,
+            Qwen3VLVisionModel,
+        )
+
+        given = {**hf["vision_config"], "model_type": Qwen3VLVisionConfig.model_type}
+        vision = Qwen3VLVisionConfig(**given)
+        vision._attn_implementation = "sdpa"
+        tower = Qwen3VLVisionModel(vision)
+        return tower
+    raise ConfigError(
+        f"no vision tower is known for model_type {hf['model_type']!r}", where="config.json"
+    )
 
 
 def sum_tower_gradients(towers: Iterable[torch.nn.Module]) -> None:
@@ -109,9 +133,10 @@ class ImageFeatures:
         )
         return touched
 
-    def of(self, images: RowImages) -> torch.Tensor:
-        """Return the features of the row's images, end to end: [features, H]. Of their gradient
-        this rank takes its share, see above.
+    def of(self, images: RowImages) -> list[torch.Tensor]:
+        """Return the features of the row's images, end to end: [features, H], first those that
+        take the place of embeddings, then those to be added after each of the first layers. Of
+        their gradient this rank takes its share, see above.
 
         Raises DataError where an image cannot be read, TrainerError where the tower makes another
         number of features than prompts have tokens for them."""
@@ -126,19 +151,22 @@ class ImageFeatures:
         pixels = to_device(torch.from_numpy(np.concatenate(patches)), parameter.device)
         normalised = self._normalised(pixels).to(parameter.dtype)
         places = to_device(torch.tensor(grid), parameter.device)
-        features: torch.Tensor = self._tower(normalised, grid_thw=places).pooler_output
+        output = self._tower(normalised, grid_thw=places)
+        levels: list[torch.Tensor] = [output.pooler_output]
+        levels += getattr(output, "deepstack_features", None) or ()
         num_tokens = sum(image.num_tokens for image in images.images)
-        if len(features) != num_tokens:
+        if len(levels[0]) != num_tokens:
             raise TrainerError(
-                f"the vision tower makes {len(features)} features of {num_tokens} image tokens",
+                f"the vision tower makes {len(levels[0])} features of {num_tokens} image tokens",
                 where="vision_config",
                 remedy="is config.json of this checkpoint? spatial_merge_size and patch_size "
                 "decide how many there are",
             )
         num_with_same_tokens = get_tensor_model_parallel_group().size()
-        if features.requires_grad and num_with_same_tokens > 1 and not self._splits_sequences:
-            features.register_hook(lambda gradient: gradient / num_with_same_tokens)
-        return features
+        for features in levels:
+            if features.requires_grad and num_with_same_tokens > 1 and not self._splits_sequences:
+                features.register_hook(lambda gradient: gradient / num_with_same_tokens)
+        return levels
 
     def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
         """Scale and shift colours, uint8 [P, D] to fp32 [P, D]."""

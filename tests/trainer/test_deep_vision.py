@@ -1,0 +1,129 @@
+"""Qwen3-VL, whose tower has features for the outputs of the first layers too: the trainer computes
+what transformers does, at every layout that it allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiers import rest_in_matrix
+from tests.trainer.test_layout_parity import TOLERANCE, assert_same
+from tests.trainer.test_vision import GRADIENTS, LIKELIHOOD, PARITY, TOWER_LAYOUTS
+from tests.trainer.vision import (
+    DEEP_VISION,
+    TOWERS,
+    reference_features,
+    reference_gradients,
+    reference_logprobs,
+    write_vision_model,
+    write_vision_samples,
+)
+
+pytestmark = pytest.mark.engine
+TOWER = TOWERS["qwen3_vl"]
+LAYOUTS = {name: layout for name, layout in TOWER_LAYOUTS.items() if name != "pp2_vpp2"}
+"""Its two first layers would be on two stages (`tests/plan/test_vision.py`)."""
+LAYOUTS["one_recompute"] = (1, {"recompute": "full"})
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("deep") / "model"
+    return write_vision_model(directory, hf=DEEP_VISION)
+
+
+@pytest.fixture(scope="module")
+def deep_samples(deep_model, tmp_path_factory) -> str:
+    return write_vision_samples(tmp_path_factory.mktemp("deep") / "step_000000", deep_model)
+
+
+@pytest.fixture(scope="module")
+def expected(deep_model, deep_samples) -> list[np.ndarray]:
+    return reference_logprobs(deep_model, deep_samples)
+
+
+@pytest.mark.parametrize("layout", rest_in_matrix(LAYOUTS, ("one",)))
+def test_logprobs_are_those_of_transformers(request, deep_model, deep_samples, expected, layout):
+    ranks, sizes = LAYOUTS[layout]
+    sizes = {"max_tokens_per_microbatch": 128, **sizes}
+    group = request.getfixturevalue(f"world{ranks}")
+    found = group.run(PARITY, model=deep_model, samples=deep_samples, layout=sizes)
+    assert found["wrong"] == []
+    assert sorted(found["logprobs"]) == list(range(len(expected)))
+    for row, wanted in enumerate(expected):
+        np.testing.assert_allclose(found["logprobs"][row], wanted, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def gradients_of_transformers(deep_model, deep_samples):
+    return reference_gradients(deep_model, deep_samples)
+
+
+@pytest.mark.parametrize("layout", rest_in_matrix(LAYOUTS, ("tp2_sp", "pp2_recompute")))
+def test_a_trained_tower_has_the_gradients_of_transformers(
+    request, gradients_of_transformers, expected, deep_model, deep_samples, layout
+):
+    """In the norm once, and the same on every rank that has the tower."""
+    ranks, sizes = LAYOUTS[layout]
+    group = request.getfixturevalue(f"world{ranks}")
+    sizes = {"max_tokens_per_microbatch": 128, "vision_tower": "trained", **sizes}
+    found = group.run(LIKELIHOOD, model=deep_model, samples=deep_samples, layout=sizes)
+    of_tower, norm = gradients_of_transformers
+    in_tower = {}
+    for name, gradient in found["tensors"].items():
+        if name.startswith(TOWER):
+            in_tower[name] = gradient
+    loss = -sum(float(logprobs.sum()) for logprobs in expected)
+    wanted = {"losses": [loss], "norms": [norm], "tensors": of_tower}
+    assert_same({**found, "tensors": in_tower}, wanted, 10 * TOLERANCE)
+    assert len(found["towers"]) == ranks // sizes.get("pipeline_parallel_size", 1)
+    assert len(set(found["towers"])) == 1
+
+
+@pytest.fixture(scope="module")
+def gradients_of_one_rank(world1, deep_model, deep_samples):
+    """With a frozen tower, and every sample computed alone."""
+    layout = {"max_tokens_per_microbatch": 128, "share_prefixes": False}
+    return world1.run(GRADIENTS, model=deep_model, samples=deep_samples, layout=layout)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ("one_recompute", "tp2_sp", "pp2", "dp2", "cp2"))
+def test_gradients_do_not_depend_on_the_layout(
+    request, gradients_of_one_rank, deep_model, deep_samples, layout
+):
+    ranks, sizes = LAYOUTS[layout]
+    group = request.getfixturevalue(f"world{ranks}")
+    sizes = {"max_tokens_per_microbatch": 128, **sizes}
+    many = group.run(GRADIENTS, model=deep_model, samples=deep_samples, layout=sizes)
+    assert_same(many, gradients_of_one_rank)
+    assert not [name for name in many["tensors"] if name.startswith(TOWER)]
+
+
+@pytest.mark.matrix
+def test_a_row_without_images_beside_others(world2, deep_model, tmp_path):
+    """Reductions that overlap with the backward wait for the tower all the same."""
+    sizes = [[(224, 220)], [], [(220, 224)], [(60, 60)]]
+    samples = write_vision_samples(
+        tmp_path / "step_000000", deep_model, num_samples=1, sizes_of_prompts=sizes
+    )
+    layout = {
+        "overlap_communication": True,
+        "vision_tower": "trained",
+        "max_tokens_per_microbatch": 64,
+    }
+    found = world2.run(LIKELIHOOD, model=deep_model, samples=samples, layout=layout, another=True)
+    assert [True, False] in found["have_images"]
+    _, norm = reference_gradients(deep_model, samples)
+    np.testing.assert_allclose(found["norms"], [norm], rtol=10 * TOLERANCE)
+
+
+@pytest.mark.matrix
+def test_features_in_bfloat16_are_those_of_transformers(world1, deep_model, deep_samples):
+    """Weights are rounded, and rotary frequencies are not."""
+    found = world1.run(
+        "tests.trainer.vision_ranks:features", model=deep_model, samples=deep_samples
+    )
+    expected = reference_features(deep_model, deep_samples, torch.bfloat16)
+    np.testing.assert_array_equal(found, expected)
