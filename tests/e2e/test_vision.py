@@ -113,16 +113,20 @@ def test_the_export_is_a_whole_checkpoint(run):
 
 
 def test_the_export_is_converted_and_probed(run, tmp_path):
+    assert_converts_and_is_probed(run / "export", tmp_path)
+
+
+def assert_converts_and_is_probed(export: Path, tmp_path: Path) -> None:
     """To Megatron's format and back, byte for byte, with transformers beside it."""
     megatron = tmp_path / "megatron"
     back = tmp_path / "hf"
     for arguments in (
-        ("from-hf", str(run / "export"), "--to", str(megatron)),
+        ("from-hf", str(export), "--to", str(megatron)),
         ("to-hf", str(megatron), "--to", str(back)),
     ):
         done = runs.command("convert", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
-    first = load_file(run / "export" / "model.safetensors")
+    first = load_file(export / "model.safetensors")
     last = load_file(back / "model.safetensors")
     assert first.keys() == last.keys()
     assert all(torch.equal(tensor, last[name]) for name, tensor in first.items())
@@ -207,3 +211,7 @@ def test_a_step_of_a_deep_tower_is_replayed(run_of_a_deep_tower):
     done = runs.command("replay", f"{run_of_a_deep_tower}@1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the step is reproduced" in done.stdout
+
+
+def test_the_export_of_a_deep_tower_is_converted_and_probed(run_of_a_deep_tower, tmp_path):
+    assert_converts_and_is_probed(run_of_a_deep_tower / "export", tmp_path)

@@ -133,6 +133,16 @@ def test_engine_and_trainer_agree_about_images(server, seeing_model, world2, tmp
     asyncio.run(run())
 
 
+def test_the_sizes_of_videos_are_those_of_transformers():
+    """Which loads the class without torchvision, but makes none of it."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    from grpo_megatron.rollout.plugin.cpu_without_torchvision import _NoVideos
+
+    assert _NoVideos.size == Qwen3VLVideoProcessor.size
+    assert _NoVideos.temporal_patch_size == Qwen3VLVideoProcessor.temporal_patch_size
+
+
 def test_vllm_reads_the_items_that_are_sent(tmp_path):
     from grpo_megatron.rollout.plugin import cpu_without_torchvision
 

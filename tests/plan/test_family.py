@@ -11,6 +11,7 @@ from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan import family
 from grpo_megatron.plan.family import family_names, family_of
 from grpo_megatron.plan.hf_config import (
+    as_transformers_reads,
     computation,
     derived,
     engine_overrides,
@@ -114,6 +115,14 @@ def test_both_spellings_say_the_same(name):
     known = family_of(hf["model_type"]).fields
     for field in ours.keys() & theirs.keys() - {*known.ignored, *known.rope}:
         assert ours[field] == theirs[field], field
+
+
+def test_a_text_has_a_table_of_its_own_where_transformers_reads_it_there():
+    flat = flattened(DEEP_VISION)
+    assert "text_config" not in flat
+    assert as_transformers_reads(flat) == DEEP_VISION
+    assert as_transformers_reads(DEEP_VISION) == DEEP_VISION
+    assert as_transformers_reads(VISION) == VISION
 
 
 def test_unknown_families_and_those_that_megatron_lacks():

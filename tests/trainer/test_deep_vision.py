@@ -111,7 +111,7 @@ def test_a_row_without_images_beside_others(world2, deep_model, tmp_path):
     layout = {
         "overlap_communication": True,
         "vision_tower": "trained",
-        "max_tokens_per_microbatch": 64,
+        "max_tokens_per_microbatch": 64,  # one sample
     }
     found = world2.run(LIKELIHOOD, model=deep_model, samples=samples, layout=layout, another=True)
     assert [True, False] in found["have_images"]
@@ -127,3 +127,25 @@ def test_features_in_bfloat16_are_those_of_transformers(world1, deep_model, deep
     )
     expected = reference_features(deep_model, deep_samples, torch.bfloat16)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.matrix
+def test_virtual_stages_whose_first_part_has_the_layers(world2, tmp_path):
+    """Features of one block go to the first layer, which is alone in its part."""
+    of_tower = DEEP_VISION["vision_config"] | {"deepstack_visual_indexes": [1]}
+    model = write_vision_model(tmp_path / "model", hf={**DEEP_VISION, "vision_config": of_tower})
+    samples = write_vision_samples(tmp_path / "step_000000", model)
+    _, sizes = TOWER_LAYOUTS["pp2_vpp2"]
+    layout = {"max_tokens_per_microbatch": 128, "vision_tower": "trained", **sizes}
+    found = world2.run(LIKELIHOOD, model=model, samples=samples, layout=layout)
+    loss = -sum(float(logprobs.sum()) for logprobs in reference_logprobs(model, samples))
+    _, norm = reference_gradients(model, samples)
+    np.testing.assert_allclose(found["losses"], [loss], rtol=10 * TOLERANCE)
+    np.testing.assert_allclose(found["norms"], [norm], rtol=10 * TOLERANCE)
+
+
+@pytest.mark.matrix
+def test_a_first_stage_without_the_layers_is_refused_where_rules_were_not_asked(world2, deep_model):
+    layout = TOWER_LAYOUTS["pp2_vpp2"][1]
+    with pytest.raises(Exception, match="the first pipeline stage has 1 layers"):
+        world2.run(PARITY, model=deep_model, samples="", layout=layout)

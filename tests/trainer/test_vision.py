@@ -136,7 +136,11 @@ def test_a_trained_tower_where_a_last_row_has_no_images(world2, seeing_model, tm
     samples = write_vision_samples(
         tmp_path / "step_000000", seeing_model, num_samples=1, sizes_of_prompts=sizes
     )
-    layout = {"overlap_communication": True, "vision_tower": "trained"}
+    layout = {
+        "overlap_communication": True,
+        "vision_tower": "trained",
+        "max_tokens_per_microbatch": 64,  # one sample
+    }
     found = world2.run(LIKELIHOOD, model=seeing_model, samples=samples, layout=layout, another=True)
     assert [True, False] in found["have_images"]
     logprobs = reference_logprobs(seeing_model, samples)
