@@ -7,6 +7,7 @@ asks for it and serves every later one.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,11 @@ settings.load_profile("default_without_deadline")
 # of its own says how many threads those have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell starts background jobs, as `make test` has them, with SIGINT ignored, and what a test
+# starts would inherit that: a Ctrl-C that it sends would be lost.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _GROUPS = {"world1", "world2", "world4", "world8"}
 _WORDS_OF_ENGINE_TESTS = ("mark.engine", *sorted(_GROUPS))

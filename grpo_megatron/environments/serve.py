@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 import json
 import secrets
+import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,15 @@ async def serve(
         await runner.cleanup()
 
 
+async def _until_signalled(serving: Coroutine[Any, Any, None]) -> None:
+    """Serve until SIGINT, which shells let their background jobs ignore, or SIGTERM."""
+    task = asyncio.ensure_future(serving)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
 def main() -> None:
     """Serve what the command line names; SIGINT and SIGTERM end it."""
     parser = argparse.ArgumentParser(prog="python -m grpo_megatron.environments.serve")
@@ -211,8 +221,7 @@ def main() -> None:
             log_path=given.log,
             said=lambda text: print(text, flush=True),
         )
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(serving)
+        asyncio.run(_until_signalled(serving))
     except GrpoMegatronError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -246,18 +246,25 @@ def test_where_the_server_is_must_be_said_once(arguments, words):
         bind("remote", arguments)
 
 
-def test_the_command_serves_until_it_is_ended(tmp_path):
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_ended(tmp_path, ending):
+    """Also as a background job of a shell, which starts it with SIGINT ignored."""
     endpoint = tmp_path / "endpoint.json"
     arguments = json.dumps({"largest": 1})
     command = [sys.executable, "-m", "grpo_megatron.environments.serve", "guess_number"]
     command += ["--arguments", arguments, "--endpoint", str(endpoint)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
     try:
         assert server.stdout.readline().startswith("guess_number at http://127.0.0.1:")
         steps = play(RemoteEnvironment(endpoint=str(endpoint)), Reply("1"), problem=PROBLEM)
         assert steps[-1].outcome.reward == 1
     finally:
-        server.send_signal(signal.SIGINT)
+        server.send_signal(ending)
         assert server.wait() == 0
 
 
