@@ -1,5 +1,6 @@
 """What an environment hands over is looked at before anybody uses it."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -87,21 +88,25 @@ def _refuse_more_than_a_line(values: Sequence[Any]) -> None:
     long. To encode them could take more memory than the process has, of which msgspec's encoder
     dies, and all other episodes of the process with it."""
     size = 0
-    num_items = 0
-    waiting: list[tuple[Any, int]] = [(values, 0)]
-    while waiting and num_items <= LONGEST_LINE:
-        value, depth = waiting.pop()
-        num_items += 1
-        if isinstance(value, str):
-            size += len(value)
-        elif depth > _DEEPEST:  # such a value may contain itself; the encoder refuses it
+    containers: list[tuple[Any, int]] = [(values, 0)]
+    while containers:
+        container, depth = containers.pop()
+        items = container
+        size += len(container)
+        if isinstance(container, Mapping):
+            items = itertools.chain.from_iterable(container.items())
+            size += len(container)
+        if size > LONGEST_LINE:
+            raise EpisodeError(too_long(size))
+        if depth > _DEEPEST:  # it may contain itself; the encoder refuses it
             continue
-        elif isinstance(value, Mapping):
-            waiting += ((item, depth + 1) for pair in value.items() for item in pair)
-        elif isinstance(value, list | tuple):
-            waiting += ((item, depth + 1) for item in value)
-    if size + num_items > LONGEST_LINE:
-        raise EpisodeError(too_long(size + num_items))
+        for item in items:
+            if isinstance(item, str):
+                size += len(item)
+            elif isinstance(item, Mapping | list | tuple):
+                containers.append((item, depth + 1))
+    if size > LONGEST_LINE:
+        raise EpisodeError(too_long(size))
 
 
 def _outcome(found: object) -> Outcome:
