@@ -55,7 +55,7 @@ def step_bytes(
 
     held, working = _held_and_working(s, stage, trains=trains)
     kept_of_tower = 0
-    has_tower = "seen" in s.symbols
+    has_tower = "tower_hidden" in s.symbols
     if has_tower and stage == 0 and trains_tower:
         kept_of_tower = _kept_of_tower(s)
         held += kept_of_tower

@@ -82,13 +82,13 @@ def tower_symbols(hf: Mapping[str, Any]) -> dict[str, int]:
     pixels = vision["temporal_patch_size"] * vision["patch_size"] ** 2
     return {
         "tower_blocks": vision["depth"],
-        "seen": vision["hidden_size"],
-        "seen_width": vision["intermediate_size"],
-        "seen_heads": vision["num_heads"],
-        "patch_numbers": vision["in_channels"] * pixels,
+        "tower_hidden": vision["hidden_size"],
+        "tower_ffn": vision["intermediate_size"],
+        "tower_heads": vision["num_heads"],
+        "patch_values": vision["in_channels"] * pixels,
         "patches_of_token": patches_of_token,
-        "merged": patches_of_token * vision["hidden_size"],
-        "feature": vision["out_hidden_size"],
-        "patch_places": vision.get("num_position_embeddings", 0),
+        "merged_hidden": patches_of_token * vision["hidden_size"],
+        "tower_output": vision["out_hidden_size"],
+        "tower_positions": vision.get("num_position_embeddings", 0),
         "deep_levels": num_deep_levels(hf),
     }

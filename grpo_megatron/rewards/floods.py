@@ -44,9 +44,11 @@ async def wait_for_flood(pid: int, log_path: Path) -> Flood:
     written = _bytes_written(pid)
     while True:
         await asyncio.sleep(_LOOK_S)
+        earlier_size = size
+        earlier_written = written
+        size = log_path.stat().st_size
+        written = _bytes_written(pid)
         # others print into the log, and this process may write files: of both the smaller
-        earlier_size, earlier_written = size, written
-        size, written = log_path.stat().st_size, _bytes_written(pid)
         printed = min(size - earlier_size, written - earlier_written)
         level = max(0.0, level + printed - MOST_A_SECOND * _LOOK_S)
         if level == 0:

@@ -10,6 +10,7 @@ import torch
 from tests.tiers import rest_in_matrix
 from tests.trainer.test_layout_parity import TOLERANCE, assert_same
 from tests.trainer.vision import (
+    TOWERS,
     reference_features,
     reference_gradients,
     reference_logprobs,
@@ -118,12 +119,17 @@ def test_a_trained_tower_has_the_gradients_of_transformers(
 
 
 def assert_trained_as_by_transformers(
-    found: dict, loss: float, gradients: tuple[dict[str, np.ndarray], float]
+    found: dict,
+    loss: float,
+    gradients: tuple[dict[str, np.ndarray], float],
+    prefix: str = TOWERS["qwen2_5_vl"],
 ) -> None:
+    """Loss, norm and the gradients of the tower, whose names begin with `prefix`; all ranks that
+    have it hold the same."""
     of_tower, norm = gradients
     in_tower = {}
     for name, gradient in found["tensors"].items():
-        if name.startswith("visual."):
+        if name.startswith(prefix):
             in_tower[name] = gradient
     wanted = {"losses": [loss], "norms": [norm], "tensors": of_tower}
     assert_same({**found, "tensors": in_tower}, wanted, 10 * TOLERANCE)

@@ -50,32 +50,27 @@ def build_tower(
 def _tower_of(hf: dict[str, Any]) -> torch.nn.Module:
     """Return transformers' module of the model's family. Raises ConfigError for a family that has
     none here."""
-    vision: Any
-    tower: torch.nn.Module
+    config_class: Any
+    tower_class: Any
     if hf["model_type"] == "qwen2_5_vl":
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (  # takes seconds
-            Qwen2_5_VisionTransformerPretrainedModel,
-            Qwen2_5_VLVisionConfig,
-        )
+        from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # takes seconds
 
-        vision = Qwen2_5_VLVisionConfig(**hf["vision_config"])
-        vision._attn_implementation = "sdpa"
-        tower = Qwen2_5_VisionTransformerPretrainedModel(vision)
-        return tower
-    if hf["model_type"] == "qwen3_vl":
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-            Qwen3VLVisionConfig,
-            Qwen3VLVisionModel,
-        )
+        config_class = modeling_qwen2_5_vl.Qwen2_5_VLVisionConfig
+        tower_class = modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
+    elif hf["model_type"] == "qwen3_vl":
+        from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-        given = {**hf["vision_config"], "model_type": Qwen3VLVisionConfig.model_type}
-        vision = Qwen3VLVisionConfig(**given)
-        vision._attn_implementation = "sdpa"
-        tower = Qwen3VLVisionModel(vision)
-        return tower
-    raise ConfigError(
-        f"no vision tower is known for model_type {hf['model_type']!r}", where="config.json"
-    )
+        config_class = modeling_qwen3_vl.Qwen3VLVisionConfig
+        tower_class = modeling_qwen3_vl.Qwen3VLVisionModel
+    else:
+        raise ConfigError(
+            f"no vision tower is known for model_type {hf['model_type']!r}", where="config.json"
+        )
+    # a config.json may call the type of its tower otherwise than this release of transformers
+    config = config_class(**{**hf["vision_config"], "model_type": config_class.model_type})
+    config._attn_implementation = "sdpa"
+    tower: torch.nn.Module = tower_class(config)
+    return tower
 
 
 def sum_tower_gradients(towers: Iterable[torch.nn.Module]) -> None:
