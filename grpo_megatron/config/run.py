@@ -647,20 +647,26 @@ class RunConfig(Strict):
         return self.trains or self.kind == "experience"
 
     @property
-    def input_paths(self) -> list[Path]:
-        """What a run reads: model, data sets, references, teachers, the critic's first weights."""
-        paths = {self.model.path, self.preferences.reference}
+    def input_paths(self) -> dict[str, Path]:
+        """What a run reads, by the key of the setting that names it: model, data sets, references,
+        teachers, the critic's first weights."""
+        paths = {
+            "model.path": self.model.path,
+            "preferences.reference": self.preferences.reference,
+        }
         if self.critic is not None:
-            paths.add(self.critic.path)
+            paths["critic.path"] = self.critic.path
         if self.lora is not None:
-            paths.add(self.lora.path)
+            paths["lora.path"] = self.lora.path
         if self.experience is not None:
-            paths.add(self.experience.path)
-        if self.distillation:
-            paths |= {teacher.path for teacher in self.distillation.teachers}
-        for domain in self.domains:
-            paths |= {domain.path, domain.reference}
-        return sorted(path for path in paths if path is not None)
+            paths["experience.path"] = self.experience.path
+        if self.distillation is not None:
+            for number, teacher in enumerate(self.distillation.teachers):
+                paths[f"distillation.teachers.{number}.path"] = teacher.path
+        for number, domain in enumerate(self.domains):
+            paths[f"domains.{number}.path"] = domain.path
+            paths[f"domains.{number}.reference"] = domain.reference
+        return {key: path for key, path in paths.items() if path is not None}
 
     @property
     def uses_dataset(self) -> bool:

@@ -47,15 +47,12 @@ def refuse_missing(
     """DataError for the first input of `config` that does not exist. `coming`: one whose directory
     holds a run's config.json will do, because a submitted run is to write it; `has_checkpoint`: the
     run goes on after one, which has the critic."""
-    unread = None
-    if has_checkpoint and config.critic is not None:
-        unread = config.critic.path
-    for path in config.input_paths:
-        if path == unread:
+    for key, path in config.input_paths.items():
+        if has_checkpoint and key == "critic.path":
             continue
         if not path.exists() and not (coming and (path.parent / "config.json").exists()):
             raise DataError(
-                "no such file or directory",
+                f"{key}: no such file or directory",
                 where=str(path.absolute()),
                 remedy="paths are relative to the directory the command runs in",
             )

@@ -102,7 +102,7 @@ class Records:
             made = {graph.input(key, parent) for key, parent in stage.inputs.items()}
             known["preset"] = config.model.preset and load_preset(config.model.preset).hf
             files = {}
-            for path in config.input_paths:
+            for path in config.input_paths.values():
                 if path not in made:
                     files[str(path)] = _stamp(path)
             known["files"] = files

@@ -85,14 +85,18 @@ def test_resume_of_nothing_names_what_there_is(calls, capsys):
 
 @pytest.mark.parametrize("command", [["train"], ["submit", "--site", "bare"]])
 @pytest.mark.parametrize(
-    ("recipe", "path"),
+    ("recipe", "key", "path"),
     [
-        ("stages/tiny-distil", "runs/tiny-deepseek_v4/expert-minus/export"),
-        ("stages/tiny-gsm8k", "data/gsm8k/train.jsonl"),
+        (
+            "stages/tiny-distil",
+            "distillation.teachers.0.path",
+            "runs/tiny-deepseek_v4/expert-plus/export",
+        ),
+        ("stages/tiny-gsm8k", "domains.0.path", "data/gsm8k/train.jsonl"),
     ],
 )
 def test_missing_inputs_start_nothing_and_remove_nothing(
-    tmp_path, monkeypatch, capsys, command, recipe, path
+    tmp_path, monkeypatch, capsys, command, recipe, key, path
 ):
     monkeypatch.chdir(tmp_path)
     kept = Path("runs") / recipe.rpartition("/")[2] / "config.json"
@@ -100,7 +104,8 @@ def test_missing_inputs_start_nothing_and_remove_nothing(
     kept.touch()
     flags = ["--overwrite"] if command == ["train"] else []
     assert main([*command, recipe, *flags]) == 4
-    assert str(tmp_path / path) in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert key in error and str(tmp_path / path) in error
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [tmp_path / kept]
 
 

@@ -112,7 +112,7 @@ def test_a_critic_begins_with_a_model_that_fits(tmp_path, monkeypatch, hf):
     monkeypatch.chdir(tmp_path)
     config = resolve(PPO, ["critic.path=scorer"]).config
     assert config.critic is not None and config.critic.path == scorer
-    assert scorer in config.input_paths
+    assert config.input_paths["critic.path"] == scorer
 
 
 def test_a_critic_begins_with_what_a_run_is_to_export(tmp_path):
