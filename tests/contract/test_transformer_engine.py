@@ -26,6 +26,8 @@ EVERYTHING = {
     "expert_tensor_parallel_size": 1,
 }
 FP8 = {"num_ranks": 1, "fp8": "blockwise"}
+ATTENTION_WITHOUT_KERNEL = {"AttentionWithoutKernel", "UnfusedDotProductAttention"}
+"""Ours, and that of Transformer Engine in whose place it is."""
 SETTINGS = (
     "bias_activation_fusion",
     "bias_dropout_fusion",
@@ -49,8 +51,8 @@ def weights_of_ranks(
     hf: dict[str, Any], layouts: list[dict[str, Any]], transformer_engine: bool
 ) -> tuple[list[Any], set[str]]:
     """For each layout, of the first rank of every pipeline stage: each shard of a parameter, with
-    the Hugging Face tensors that it is a part of; which classes of Transformer Engine are in the
-    model; and what Megatron's settings say of the kernels."""
+    the Hugging Face tensors that it is a part of; which classes of Transformer Engine, and for what
+    it has no kernel, are in the model; and what Megatron's settings say of the kernels."""
     te_extension.install(SOURCES)  # Megatron imports it in any case
     import grpo_megatron.trainer.megatron.platform  # isort: skip  # before Megatron
     import torch
@@ -84,8 +86,8 @@ def weights_of_ranks(
                     found.append((trainer.num_ranks, rank, whole.hf, whole.groups, part))
                 for chunk in built.chunks:
                     classes |= {type(module).__name__ for module in chunk.modules()}
-    of_transformer_engine = {name for name in classes if name.startswith("TE")}
-    return sorted(found, key=repr), of_transformer_engine, settings
+    told = {name for name in classes if name.startswith("TE") or name in ATTENTION_WITHOUT_KERNEL}
+    return sorted(found, key=repr), told, settings
 
 
 @pytest.mark.parametrize("preset", sorted(one_preset_a_family().values()))
@@ -97,7 +99,10 @@ def test_the_weights_are_those_of_torchs_layers(preset):
     fused, classes, settings = in_a_process_of_its_own(weights_of_ranks, hf, layouts, True)
     plain, without, plain_settings = in_a_process_of_its_own(weights_of_ranks, hf, layouts, False)
     assert not without and "TERowParallelLinear" in classes
-    assert ("TESharedPrefixAttention" in classes) != facts_from_hf(hf).is_mla  # docs/kernels.md
+    attends = "TESharedPrefixAttention" in classes
+    assert attends != facts_from_hf(hf).is_mla  # docs/kernels.md
+    assert ("AttentionWithoutKernel" in classes) == attends
+    assert "UnfusedDotProductAttention" not in classes
     assert fused == plain
     assert not any(value for stage in plain_settings for value in stage.values())
     for stage in settings:

@@ -58,9 +58,16 @@ def gather_tokens(tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
     order: where each token of the row is when the ranks' own ones lie end to end, int64 [T]. A
     token's gradient is the sum of those of all ranks. Collective."""
+    return gather_end_to_end(tokens).index_select(0, order)
+
+
+def gather_end_to_end(tokens: torch.Tensor) -> torch.Tensor:
+    """Bring the tokens of all ranks together, rank after rank: [T / C, ...] to [T, ...].
+
+    A token's gradient is the sum of those of all ranks. Collective."""
     group = parallel_state.get_context_parallel_group()
     gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(tokens, group=group)
-    return gathered.index_select(0, order)
+    return gathered
 
 
 def found_by_all(found: torch.Tensor, own: OwnTokens) -> torch.Tensor:

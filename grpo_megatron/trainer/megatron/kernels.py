@@ -136,7 +136,9 @@ def _attention(there: Installed, wanted: Computation) -> Kernel:
         why = "gradients of latent attention were seen wrong with Transformer Engine's"
         return Kernel(ATTENTION, TORCH_SDPA, why)
     return Kernel(
-        ATTENTION, "Transformer Engine", "variable lengths: flash-attn or cuDNN, its choice"
+        ATTENTION,
+        "Transformer Engine",
+        "variable lengths: flash-attn or cuDNN, its choice; torch SDPA where neither can",
     )
 
 

@@ -14,8 +14,10 @@ gathers the keys and values of all parts: each of its pieces is a branch of all 
 
 import copy
 import enum
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,8 +32,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from grpo_megatron.batching.prefix_rows import RowTree
 from grpo_megatron.batching.row_split import RowSplit, split_row
 from grpo_megatron.device_copies import to_device
-from grpo_megatron.trainer.megatron.context_parallel import gather_tokens
+from grpo_megatron.trainer.megatron.context_parallel import gather_end_to_end, gather_tokens
 
+logger = logging.getLogger(__name__)
 _BLOCK_KEYS = 512
 """Of torch's flash attention on a CPU."""
 _BLOCK_QUERIES = 512
@@ -322,6 +325,15 @@ def part_of(packed: Any) -> RowPart:
     return part
 
 
+def planned_buckets(packed: Any, query: torch.Tensor) -> BucketPlan:
+    """Return the calls for a row, which are the same in every layer: they are kept on the
+    parameters of the batch."""
+    if getattr(packed, "bucket_plan", None) is None:
+        packed.bucket_plan = plan_buckets(part_of(packed), query.device, query.dtype)
+    plan: BucketPlan = packed.bucket_plan
+    return plan
+
+
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
     """Drop-in core attention without Transformer Engine. Causal; GQA and MLA value sizes.
 
@@ -352,14 +364,17 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no 
         """Attend within samples: q, k, v [T / C, heads, d], packed, to [T / C, heads * d_v].
 
         Collective where ranks share rows."""
-        packed: Any = packed_seq_params
-        if getattr(packed, "bucket_plan", None) is None:
-            # the same in every layer: kept on the parameters of the batch
-            packed.bucket_plan = plan_buckets(part_of(packed), query.device, query.dtype)
-        plan: BucketPlan = packed.bucket_plan
+        plan = planned_buckets(packed_seq_params, query)
         if plan.order_of_keys is not None:
             key = gather_tokens(key, plan.order_of_keys)
             value = gather_tokens(value, plan.order_of_keys)
+        return self.attend(plan, query, key, value)
+
+    def attend(
+        self, plan: BucketPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend within samples: q [T / C, heads, d], keys and values of the whole row [T, heads,
+        d], to [T / C, heads * d_v]."""
         outputs = []
         for bucket in plan.buckets:
             q = bucket.queries.take(query)
@@ -397,6 +412,60 @@ class _MaskType(enum.Enum):
     padding_causal_bottom_right = 1
 
 
+class AttentionWithoutKernel(PackedAttention):
+    """Attends where no kernel of Transformer Engine's takes what is computed.
+
+    It would then multiply all pairs of all samples' padded tokens ("unfused"): an H100 computed a
+    tenth of what cuDNN does, and was out of memory at 16k tokens (docs/gpu-measurements.md)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **settings: Any):
+        super().__init__(config, *args, **settings)
+        self._row: _Row | None = None
+
+    @contextmanager
+    def may_get(self, row: "_Row") -> Iterator[None]:
+        """Know what is computed while Transformer Engine chooses: it calls with tensors and lengths
+        in an order of its own."""
+        self._row = row
+        try:
+            yield
+        finally:
+            self._row = None
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Attend within the samples of the row that may be got: to [T / C, heads * d_v]."""
+        row = self._row
+        assert row is not None  # Transformer Engine calls within `may_get`
+        _say_no_kernel()
+        plan = planned_buckets(row.packed, row.query)
+        key = row.key
+        value = row.value
+        if plan.order_of_keys is not None:
+            key = key.index_select(0, plan.order_of_keys)
+            value = value.index_select(0, plan.order_of_keys)
+        return self.attend(plan, row.query, key, value)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What attention is asked to compute."""
+
+    query: torch.Tensor
+    """[T / C, heads, d]."""
+    key: torch.Tensor
+    """[T, heads, d], of all ranks that share the row, end to end."""
+    value: torch.Tensor
+    packed: Any
+
+
+@cache
+def _say_no_kernel() -> None:
+    logger.warning(
+        "attention: no kernel of Transformer Engine takes what is computed, torch's SDPA computes "
+        "it; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why none does, and installing flash-attn may help"
+    )
+
+
 @cache
 def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
     """Make a class of Transformer Engine's attention that takes rows with branches, and parts.
@@ -415,11 +484,7 @@ def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
                 config = copy.copy(config)
                 config.context_parallel_size = 1
             super().__init__(config, *args, **settings)
-            # Where no kernel takes what is computed, Transformer Engine masks by the lengths of
-            # keys alone in what is called self-attention (get_padding_mask of 2.20.2).
-            unfused = getattr(self, "unfused_attention", None)
-            if unfused is not None:
-                unfused.attention_type = "cross"
+            self.unfused_attention = AttentionWithoutKernel(config, *args, **settings)
 
         def forward(
             self,
@@ -436,27 +501,28 @@ def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
             Collective where ranks share rows."""
             packed: Any = packed_seq_params
             part: RowPart | None = getattr(packed, "part", None)
+            if part is not None and not part.split.is_whole:
+                key = gather_end_to_end(key)
+                value = gather_end_to_end(value)
+            row = _Row(query, key, value, packed)
             if part is not None and part.needs_gathered_keys:
                 if getattr(packed, "gathered", None) is None:
                     packed.gathered = gather_keys(part, query.device)
                 gathered: GatheredKeys = packed.gathered
-                if part.split.is_whole:
-                    key = key.index_select(0, gathered.rows)
-                    value = value.index_select(0, gathered.rows)
-                else:
-                    key = gather_tokens(key, gathered.rows)
-                    value = gather_tokens(value, gathered.rows)
+                key = key.index_select(0, gathered.rows)
+                value = value.index_select(0, gathered.rows)
                 packed = gathered.packed
                 attn_mask_type = _MaskType.padding_causal_bottom_right
-            output: torch.Tensor = super().forward(
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type=attn_mask_type,
-                packed_seq_params=packed,
-                **settings,
-            )
+            with self.unfused_attention.may_get(row):
+                output: torch.Tensor = super().forward(
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    attn_mask_type=attn_mask_type,
+                    packed_seq_params=packed,
+                    **settings,
+                )
             return output
 
     return TESharedPrefixAttention
