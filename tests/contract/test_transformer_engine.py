@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_megatron.config.presets import load_preset, preset_names
@@ -125,3 +127,64 @@ def test_every_family_is_made_for_fp8(preset):
     _, classes, settings = in_a_process_of_its_own(weights_of_ranks, hf, [FP8], True)
     assert "TERowParallelLinear" in classes
     assert [stage["fp8"] for stage in settings] == ["e4m3"]
+
+
+def attention_without_kernel() -> float:
+    """How far a row's attention by way of Transformer Engine, which finds no kernel for it, is from
+    that of torch's layers."""
+    te_extension.install(SOURCES)
+    import grpo_megatron.trainer.megatron.platform  # noqa: F401  # isort: skip  # before Megatron
+    import torch
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    from grpo_megatron.batching.prefix_rows import RowTree
+    from grpo_megatron.config.trainer import TrainerConfig
+    from grpo_megatron.trainer.megatron import packed_attention
+    from tests.contract.meta_rank import as_rank
+
+    torch.manual_seed(1)
+    query = torch.randn(10, 2, 8)
+    key, value = torch.randn(2, 10, 1, 8)
+    row = packed_attention.whole_row(RowTree(np.array([3, 2, 1, 4]), np.array([-1, 0, 0, -1]), ()))
+    bounds = torch.tensor([0, 3, 5, 6, 10], dtype=torch.int32)
+    packed: Any = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=4,
+        max_seqlen_kv=4,
+    )
+    packed.part = row
+    hopper = SimpleNamespace(major=9, minor=0)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device=0: hopper
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    torch.Tensor.is_cuda = True
+    utils.get_attention_backend = lambda params: (False, None, False, None, True, [])
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_query_groups=1,
+        attention_dropout=0.0,
+    )
+    with as_rank(TrainerConfig(num_ranks=1), 0):
+        attention = packed_attention.with_gathered_keys(TEDotProductAttention)(
+            config, 1, AttnMaskType.padding_causal, "self"
+        )
+    found = attention(
+        query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=packed
+    )
+    expected = packed_attention.PackedAttention(config)(
+        query, key, value, None, SimpleNamespace(part=row)
+    )
+    return float((found - expected).abs().max())
+
+
+def test_what_no_kernel_takes_is_computed_by_torch():
+    assert in_a_process_of_its_own(attention_without_kernel) == 0.0
