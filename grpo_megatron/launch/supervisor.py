@@ -350,6 +350,11 @@ class Supervisor:
             return self._environment_restarts
         return self._restarts
 
+    def _is_any_start_planned(self) -> bool:
+        """Whether a process that died will be started again, when its pause is over."""
+        of_engines = self._restarts.are_planned([*self.replicas, *self.workers])
+        return of_engines or self._environment_restarts.are_planned(self._all_environments())
+
     def _after_restarts(self, child: ChildProcess) -> str:
         """Say how often a process that died had been started again; empty: never."""
         count = self._restarts_of(child).counts[child.name]
@@ -509,6 +514,7 @@ class Supervisor:
         for role, child in self._child_of.items():
             if not child.alive:
                 self.watcher.forget(role)
+        self.watcher.awaits_start = self._is_any_start_planned()
         for news in self.watcher.take_news():
             self.screen.message(news.text)
             if news.kind == "files":

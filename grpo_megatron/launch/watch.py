@@ -115,9 +115,12 @@ class RoleWatch:
 
     @property
     def is_working(self) -> bool:
-        """Whether the role says that it does something that others may wait for."""
+        """Whether others may wait for the role: it does something, or it starts and has not said
+        anything yet."""
         record = self.record
-        return record is not None and not record.is_waiting and record.phase != SERVING
+        if record is None:
+            return True
+        return not record.is_waiting and record.phase != SERVING
 
     def _is_old(self, record: ProgressRecord) -> bool:
         known = self.record
@@ -147,11 +150,20 @@ class RoleWatch:
         return None
 
 
-def culprits(hangs: Mapping[str, Hang], *, others_work: bool = False) -> dict[str, Hang]:
-    """Leave out roles that only wait for another one: who is stuck where another is silent, and the
-    controller where anyone else is stuck, or works (`others_work`) within a limit of its own."""
+def without_waiting_controller(hangs: Mapping[str, Hang]) -> dict[str, Hang]:
+    """Leave out a controller that makes no progress, where others work or are about to start, each
+    within a limit of its own: it waits for them."""
+    found = dict(hangs)
+    if "controller" in found and found["controller"].cause == "stuck":
+        del found["controller"]
+    return found
+
+
+def culprits(hangs: Mapping[str, Hang]) -> dict[str, Hang]:
+    """Leave out roles that only wait for another one that hangs: who is stuck where another is
+    silent, and the controller where anyone else is stuck."""
     if any(hang.cause != "stuck" for hang in hangs.values()):
         return {role: hang for role, hang in hangs.items() if hang.cause != "stuck"}
-    if len(hangs) > 1 or others_work:
+    if len(hangs) > 1:
         return {role: hang for role, hang in hangs.items() if role != "controller"}
     return dict(hangs)

@@ -13,7 +13,14 @@ from typing import Literal, Protocol
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.look import STOPPED_STATES, Look, process_state
-from grpo_megatron.launch.watch import Hang, RoleWatch, culprits, expected_s, shortest_limit_s
+from grpo_megatron.launch.watch import (
+    Hang,
+    RoleWatch,
+    culprits,
+    expected_s,
+    shortest_limit_s,
+    without_waiting_controller,
+)
 from grpo_megatron.progress import Progress, ProgressRecord, read_progress
 from grpo_megatron.rundir import RunDir
 
@@ -63,7 +70,11 @@ class _Named:
 class Watcher:
     """Looks at the progress files of `roles` until closed; `pids` are those of this machine.
 
-    look: how a process that hangs is looked at. May raise nothing."""
+    look: how a process that hangs is looked at. May raise nothing.
+
+    Attributes:
+        awaits_start: A process that died will be started again, after a pause in which no role is
+            there for it."""
 
     def __init__(
         self,
@@ -72,6 +83,7 @@ class Watcher:
         roles: Mapping[str, int | None],
         look: Looker,
     ):
+        self.awaits_start = False
         self._config = config
         self._run_dir = run_dir
         self._look = look
@@ -188,13 +200,13 @@ class Watcher:
             hang = watch.update(records[role], passed_s, is_stopped=self._is_stopped(role))
             if hang is not None:
                 hangs[role] = hang
+        others = [watch for role, watch in watches.items() if role != "controller"]
+        if self.awaits_start or any(watch.is_working for watch in others):
+            hangs = without_waiting_controller(hangs)
         self._report_recovered(hangs)
         now = time.monotonic()
         new: list[tuple[RoleWatch, Hang]] = []
-        others_work = any(
-            watch.is_working for role, watch in watches.items() if role != "controller"
-        )
-        for role, hang in culprits(hangs, others_work=others_work).items():
+        for role, hang in culprits(hangs).items():
             if not self._is_named(watches[role]) and self._looks_again_s.get(role, 0.0) <= now:
                 new.append((watches[role], hang))
         looks = []

@@ -25,6 +25,7 @@ from grpo_megatron.launch.watch import (
     expected_s,
     phase_limit_s,
     shortest_limit_s,
+    without_waiting_controller,
 )
 from grpo_megatron.launch.watcher import Watcher, describe_hang
 from grpo_megatron.plan.resolve import resolve
@@ -170,7 +171,9 @@ def test_who_waits_for_a_hung_role_is_not_named():
     assert set(culprits(deadlocked)) == {"trainer-0", "trainer-1"}
     alone = {"controller": hang("controller", "stuck")}
     assert culprits(alone) == alone
-    assert culprits(alone, others_work=True) == {}  # a checkpoint, say, takes its time
+    assert without_waiting_controller(alone) == {}  # a checkpoint, say, takes its time
+    silent = {"controller": hang("controller", "silent")}
+    assert without_waiting_controller(silent) == silent
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,18 @@ def test_a_reward_may_always_take_its_time_out(config):
     assert phase_limit_s(record, 5.0, 1800.0, 660.0) == 660.0
 
 
-def test_the_controller_may_wait_for_whoever_works(config, tmp_path, monkeypatch):
+def a_start_is_awaited(watch: Watcher) -> None:
+    """An engine has died and is started again in a few seconds."""
+    watch.awaits_start = True
+
+
+def a_process_begins(watch: Watcher) -> None:
+    """An engine imports, and has written nothing yet."""
+    watch.begin("rollout-0", None)
+
+
+@pytest.mark.parametrize("is_there_again", [a_start_is_awaited, a_process_begins])
+def test_the_controller_may_wait_for_whoever_works(config, tmp_path, monkeypatch, is_there_again):
     """A checkpoint that is written takes longer than copies of it did."""
     watch, run_dir = watched(config, tmp_path, {"controller": None, "trainer-0": None})
     trainer = Progress(run_dir.role_progress("trainer-0"), "trainer-0")
@@ -205,7 +219,7 @@ def test_the_controller_may_wait_for_whoever_works(config, tmp_path, monkeypatch
 
     def read(path):
         record = read_progress(path)
-        if record.role == "controller":
+        if record is not None and record.role == "controller":
             return long_ago(record)
         return record
 
@@ -223,6 +237,13 @@ def test_the_controller_may_wait_for_whoever_works(config, tmp_path, monkeypatch
     watch.look_once(PERIOD_S)
     [news] = watch.take_news()
     assert (news.role, news.cause) == ("controller", "stuck")
+    watch.look_once(PERIOD_S)
+    assert watch.take_news() == [] and set(watch.overdue()) == {"controller"}
+    is_there_again(watch)
+    watch.look_once(PERIOD_S)
+    [news] = watch.take_news()
+    assert (news.kind, news.role) == ("recovered", "controller")
+    assert watch.overdue() == {}
 
 
 def test_limits_by_hand():
