@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from grpo_megatron.launch.last_words import telling_lines
 from grpo_megatron.orphans import die_with_parent
 
 
 @dataclass(frozen=True)
 class End:
-    """Which process ended, how, and where it logged; as text with the log's last lines."""
+    """Which process ended, how, and where it logged; as text with what its log says."""
 
     name: str
     exit_code: int
@@ -24,7 +25,7 @@ class End:
 
     def __str__(self) -> str:
         try:
-            lines = self.log.read_text(errors="replace").splitlines()[-15:]
+            lines = telling_lines(self.log.read_text(errors="replace"))
         except OSError:
             lines = []
         told = [f"{self.name} ended with exit code {self.exit_code}"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.errors import GrpoMegatronError
+from grpo_megatron.launch.last_words import telling_lines
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.prove.conditions import Conditions
 from grpo_megatron.prove.part import Job
@@ -213,10 +214,11 @@ def _command(run_dir: RunDir, *arguments: str) -> None:
 
 
 def _last_words(run_dir: RunDir) -> list[str]:
-    """Return last lines of every process of the newest attempt."""
+    """Return what the log of every process of the newest attempt says of its end."""
     found = []
     for log in sorted((run_dir.root / "logs" / "latest").glob("*.log")):
-        for line in last_lines(log, 15):
+        printable = "\n".join(last_lines(log))
+        for line in telling_lines(printable):
             found.append(f"    {log.stem}| {line}")
     return found
 
