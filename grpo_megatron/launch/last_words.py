@@ -12,7 +12,7 @@ _PASSING = re.compile(r" (WARNING|INFO|DEBUG) ")
 
 
 def telling_lines(log: str, most: int = _NUM_LINES) -> list[str]:
-    """Return the last lines of a log, after the one that has the cause where they point up to it."""
+    """Return the last lines of a log; where they point up to a cause, that line comes first."""
     lines = log.splitlines()
     last = lines[-most:]
     if not any(_POINTS_UP in line for line in last):
