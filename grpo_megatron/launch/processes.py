@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from grpo_megatron.launch.last_words import telling_lines
+from grpo_megatron.launch.last_words import error_of, telling_lines
 from grpo_megatron.orphans import die_with_parent
 
 
@@ -24,13 +24,20 @@ class End:
     log: Path
 
     def __str__(self) -> str:
-        try:
-            lines = telling_lines(self.log.read_text(errors="replace"))
-        except OSError:
-            lines = []
         told = [f"{self.name} ended with exit code {self.exit_code}"]
-        told += [f"    {self.name}| {line}" for line in lines]
+        told += [f"    {self.name}| {line}" for line in telling_lines(self._logged())]
         return "\n".join(told)
+
+    @property
+    def error(self) -> str:
+        """The line of the log with the error that ended it; empty where it was killed."""
+        return error_of(self._logged())
+
+    def _logged(self) -> str:
+        try:
+            return self.log.read_text(errors="replace")
+        except OSError:
+            return ""
 
 
 @dataclass

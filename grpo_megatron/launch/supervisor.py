@@ -308,7 +308,10 @@ class Supervisor:
             self._reported_dead.add(child.name)
             child.signal_group(signal.SIGKILL)  # what the dead one had started
             end = self._died(child)
-            told = f"{end.name} died with exit code {end.exit_code}; see {end.log}"
+            told = f"{end.name} died with exit code {end.exit_code}"
+            if end.error:
+                told += f" ({end.error})"
+            told += f"; see {end.log}"
             restarts = self._restarts_of(child)
             pause_s = None
             if self._is_started_again(child):

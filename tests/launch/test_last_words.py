@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_megatron.launch.last_words import telling_lines
+from grpo_megatron.launch.last_words import error_of, telling_lines
 from grpo_megatron.launch.processes import End
 
 PASSING = [
@@ -40,6 +40,7 @@ CORE = [
 def test_an_engines_cause_stands_before_its_servers_last_lines(core, cause):
     lines = [*PASSING, *core, PASSING[1], *SERVER]
     assert telling_lines("\n".join(lines)) == [cause or core[0], "…", *SERVER[-15:]]
+    assert error_of("\n".join(lines)) == (cause or core[0])
 
 
 def test_other_logs_are_their_last_lines():
@@ -51,6 +52,9 @@ def test_other_logs_are_their_last_lines():
 def test_no_cause_is_made_up():
     lines = [*PASSING, *SERVER]
     assert telling_lines("\n".join(lines)) == SERVER[-15:]
+    assert error_of("\n".join(lines)) == SERVER[-1]
+    assert error_of("\n".join([*CORE, PASSING[1]])) == ""  # killed afterwards
+    assert error_of("") == ""
 
 
 def test_an_end_is_told_with_its_cause(tmp_path):
