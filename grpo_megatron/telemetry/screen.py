@@ -31,6 +31,8 @@ ROWS = (
     ),
     Row("preference loss", ("preference/loss",), is_plain=True),
     Row("margin", ("preference/margin",), is_plain=True),
+    Row("nll", ("loss/nll",), is_plain=True),
+    Row("kl teacher", ("distillation/kl",), is_plain=True),
     Row("groups without signal", ("group/all_equal_fraction",)),
     Row("entropy", ("policy/entropy",), is_plain=True),
     Row("kl engine-trainer", ("mismatch/k3",), is_plain=True),

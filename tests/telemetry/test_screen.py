@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -163,3 +164,17 @@ def test_sparklines_and_numbers():
     assert sparkline([0, 1, None, 3.5, 7]) == "▁▂·▅█" and sparkline([2, 2]) == "▄▄"
     shown = [format_value(v) for v in (None, 3, 0.123456, 12345.6, 1e-7, 1e9, -2.0)]
     assert shown == ["–", "3", "0.1235", "12,346", "1e-07", "1e+09", "-2"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "shown"),
+    [
+        ("loss/nll", "nll 2.908"),
+        ("distillation/kl", "kl_teacher 2.908"),
+        ("preference/loss", "preference_loss 2.908"),
+    ],
+)
+def test_a_line_has_the_loss_of_runs_without_rewards_to_learn_from(metric, shown):
+    screen, _, file = plain()
+    screen.step({"step": 0, metric: 2.9081})
+    assert file.getvalue().splitlines() == [f"step 1/300  {shown}"]
