@@ -442,6 +442,7 @@ def test_a_rule_set_fills_in_names_and_values():
         ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.1"],
         ["rollout.dtype=bfloat16", "publish.canary=false"],
         ["batch.num_samples_per_prompt=1", "num_steps=0"],
+        ["batch.num_samples_per_prompt=1", "kind=sft", "cold_start=null"],
         ["publish.num_senders=3"],  # of earlier versions: without effect
         ["model.preset=qwen3-8b", "model.path=/x"],
         ["placement.gpus_per_node=3"],

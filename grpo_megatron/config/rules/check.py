@@ -36,6 +36,6 @@ def check_rules(run: RunConfig) -> list[Violation]:
         for rules in (DOMAIN_RULES, ENVIRONMENT_RULES):
             found += rules.violations(run, domain, index, config=run)
     found += OBJECTIVE_RULES.violations(run.objective, config=run)
-    if run.num_steps:
+    if run.num_steps and run.kind in ("rl", "experience"):  # others have no advantages
         found += BATCH_RULES.violations(run.objective, run.batch, config=run)
     return found
