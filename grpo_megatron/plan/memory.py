@@ -225,21 +225,27 @@ def _samples_of_update(config: RunConfig) -> int:
     """Most samples of an optimizer step."""
     batch = config.batch
     if config.allocation is None:
-        return batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
+        return batch.num_prompts * _samples_of_prompt(config) // batch.updates_per_rollout
     prompts = -(-batch.num_prompts // batch.updates_per_rollout)
     others = (batch.num_prompts - prompts) * config.allocation.base_samples_per_prompt
     return min(prompts * config.largest_group, samples_of_step(config) - others)
 
 
 def samples_of_step(config: RunConfig) -> int:
-    """Most samples of a step."""
-    batch = config.batch
-    if config.trains_preferences:
-        return 2 * batch.num_prompts
-    size = batch.num_samples_per_prompt
+    """Most samples of a step; of a data set with several responses a row, as if each had one."""
+    size = _samples_of_prompt(config)
     if config.sampling.dynamic:  # the groups that are kept may be the large ones
         size = config.largest_group
-    return batch.num_prompts * size
+    return config.batch.num_prompts * size
+
+
+def _samples_of_prompt(config: RunConfig) -> int:
+    """Return how many answers of a prompt are trained: a pair, what a row has, or a group."""
+    if config.trains_preferences:
+        return 2
+    if config.uses_dataset:
+        return 1
+    return config.batch.num_samples_per_prompt
 
 
 def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:

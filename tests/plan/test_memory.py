@@ -12,7 +12,7 @@ from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import memory_problems, plan_of
+from grpo_megatron.plan.memory import memory_problems, plan_of, samples_of_step
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.plan.rank_bytes import (
     HOST_BYTES_PER_PARAMETER,
@@ -347,3 +347,16 @@ def ratios_on(
     ratios = [peak / real for peak, real in zip(peaks, measured, strict=True)]
     print({"predicted": [p >> 20 for p in peaks], "measured": [m >> 20 for m in measured]})
     return ratios
+
+
+@pytest.mark.parametrize(
+    ("recipe", "answers"),
+    [
+        ("dense/qwen2.5-7b", 8),
+        ("stages/tulu3-8b-sft", 1),  # what a row has, not a group
+        ("stages/tulu3-8b-preferences", 2),
+    ],
+)
+def test_a_step_has_the_answers_of_its_kind(recipe, answers):
+    config = resolve(recipe, ["batch.num_prompts=64", "batch.num_samples_per_prompt=8"]).config
+    assert samples_of_step(config) == 64 * answers
