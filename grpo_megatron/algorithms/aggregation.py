@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.estimators import turn_index
 from grpo_megatron.algorithms.batch import Advantages, LossConstants, SampleBatch
-from grpo_megatron.algorithms.custom import function_of, require_shape
+from grpo_megatron.algorithms.custom import require_shape, result_of
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.registry import Registry
@@ -122,20 +122,21 @@ def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray) -> 
     N].
 
     With `denominator = "domain"` every domain (int64 [N]) counts for itself, and the losses add up.
-    Raises ConfigError where a custom aggregation returns another shape than [N]."""
+    Raises ConfigError where a custom aggregation cannot be called, or returns another shape than
+    [N]."""
     found = np.zeros((2, len(domains)))
     scopes = np.zeros_like(domains)
     if o.denominator == "domain":
         scopes = domains
-    aggregate = function_of("aggregation", o.aggregation, AGGREGATIONS)
     for scope in np.unique(scopes):
         rows = scopes == scope
         part = replace(lengths, tokens=lengths.tokens[rows], groups=lengths.groups[rows])
-        weights = aggregate(o, part)
+        weights = result_of("aggregation", o.aggregation, AGGREGATIONS, o, part)
         if o.aggregation == "lambda_grpo":
             found[:, rows] = weights
         else:
-            require_shape(o.aggregation, np.shape(weights), part.tokens.shape)
+            weights = np.asarray(weights)
+            require_shape("aggregation", o.aggregation, weights, part.tokens.shape)
             found[0, rows] = weights
     return found
 

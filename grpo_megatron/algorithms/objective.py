@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_megatron.algorithms import ratios, terms
 from grpo_megatron.algorithms.batch import ClipInputs, LossBatch, MismatchInputs
-from grpo_megatron.algorithms.custom import function_of, require_shape
+from grpo_megatron.algorithms.custom import require_gradient, require_shape, result_of
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
@@ -73,7 +73,8 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     the global denominators (`aggregation`): losses of all micro-batches and ranks add up to the
     step's.
 
-    Raises ConfigError where a custom clip cannot be imported or returns another shape than [n]."""
+    Raises ConfigError where a custom clip cannot be imported or called, or returns something else
+    than [n] with gradient."""
     o = objective.config
     batch, infinite = _without_infinite(batch)
     batch = _with_proximal(o, _without_spoilt(batch))
@@ -168,10 +169,6 @@ def _regularised(
     return losses
 
 
-_FOLLOW_RECORDED_CLIPS = ("ppo", "upper", "both", "dppo_tv", "dppo_kl", "clip_cov")
-"""Clips that cut the gradient of a token, and have `r A` where they do not."""
-
-
 def _surrogate(
     o: ObjectiveConfig, inputs: ClipInputs, batch: LossBatch, clipped: Mapping[str, Tensor]
 ) -> Tensor:
@@ -180,9 +177,11 @@ def _surrogate(
     recorded = batch.replayed_masks
     if recorded is not None and "covariance" in recorded:
         inputs = replace(inputs, covariant=recorded["covariance"])
-    term: Tensor = function_of("clip", o.clip, terms.CLIPS)(o, inputs)
-    require_shape(o.clip, term.shape, inputs.log_ratio.shape)
-    if recorded is None or o.clip not in _FOLLOW_RECORDED_CLIPS:
+    term: Tensor = result_of("clip", o.clip, terms.CLIPS, o, inputs)
+    require_shape("clip", o.clip, term, inputs.log_ratio.shape)
+    if inputs.log_ratio.requires_grad:
+        require_gradient(o.clip, getattr(term, "requires_grad", False))
+    if recorded is None or not terms.follows_recorded_clips(o):
         return term
     was_clipped = terms.clipped_as(recorded, clipped)
     return torch.where(was_clipped, term.detach(), terms.unclipped(o, inputs))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import ClipInputs, SampleBatch
+from grpo_megatron.algorithms.custom import function_of, holds
 from grpo_megatron.algorithms.groups import ZERO_VARIANCE, Groups
 from grpo_megatron.algorithms.preferences import sigmoid_loss, sigmoid_loss_slope
 from grpo_megatron.algorithms.ratios import binary_kl, bounded, segment_sum
@@ -26,7 +27,89 @@ KL: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry()
 """Estimators of the KL to the reference: `(logprobs, ref_logprobs, log_diff) -> [n]`."""
 
 
+# --- which tokens a clip holds
+
+
+def _outside(ratio: Tensor, inputs: ClipInputs) -> tuple[Tensor, Tensor]:
+    """Return which ratios are below and above the clip distances, bool [n] each."""
+    return ratio < 1 - inputs.low, ratio > 1 + inputs.high
+
+
+def _held_by_ppo(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    ratio = inputs.log_ratio.detach().exp()
+    negative = inputs.advantages < 0
+    below, above = _outside(ratio, inputs)
+    held = {"low": negative & below, "high": (inputs.advantages > 0) & above}
+    if o.dual_clip is not None:
+        held["dual"] = negative & (ratio > o.dual_clip)
+    return held
+
+
+def _held_above(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    return {"high": _held_on_both_sides(o, inputs)["high"]}
+
+
+def _held_on_both_sides(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    has_sign = inputs.advantages.abs() > 0
+    below, above = _outside(inputs.log_ratio.detach().exp(), inputs)
+    return {"low": has_sign & below, "high": has_sign & above}
+
+
+def _held_by_gmpo(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    log_ratio = inputs.log_ratio.detach()
+    return {
+        "low": (inputs.advantages < 0) & (log_ratio < -inputs.low),
+        "high": (inputs.advantages > 0) & (log_ratio > inputs.high),
+    }
+
+
+def _bounded_by_cispo(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    ratio = inputs.log_ratio.detach().exp()
+    has_sign = inputs.advantages.abs() > 0
+    return {"low": has_sign & (ratio < o.ratio_min), "high": has_sign & (ratio > o.ratio_max)}
+
+
+def _bounded_by_topr(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    ratio = inputs.log_ratio.detach().exp()
+    negative = inputs.advantages < 0
+    return {
+        "low": negative & (ratio < o.topr_min_negative),
+        "high": negative & (ratio > o.topr_max_negative),
+    }
+
+
+def _outside_of_trust_region(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    ratio = inputs.log_ratio.detach().exp()
+    divergence = _divergence_of_token(o, inputs)
+    return {
+        "low": (inputs.advantages < 0) & (ratio < 1) & (divergence > inputs.low),
+        "high": (inputs.advantages > 0) & (ratio > 1) & (divergence > inputs.high),
+    }
+
+
+def _divergence_of_token(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """DPPO's divergence of the old policy and the present one, detached, [n]."""
+    logprobs = inputs.logprobs.detach()
+    old_logprobs = logprobs - inputs.log_ratio.detach()
+    if o.clip == "dppo_tv":
+        return (logprobs.exp() - old_logprobs.exp()).abs()
+    return binary_kl(old_logprobs, logprobs)
+
+
+def _held_by_clip_cov(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    return _held_by_ppo(o, inputs) | _covariant(o, inputs)
+
+
+def _covariant(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
+    assert inputs.covariant is not None  # see `LossConstants.covariant`
+    return {"covariance": inputs.covariant}
+
+
+# --- clips
+
+
 @CLIPS.register("ppo")
+@holds(_held_by_ppo, plain_elsewhere=True)
 def ppo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`min(r A, clip(r, 1 - low, 1 + high) A)` (PPO, arXiv:1707.06347; asymmetric: DAPO,
     arXiv:2503.14476). dual_clip c: for A < 0 at least `c A` (arXiv:1912.09729)."""
@@ -41,12 +124,14 @@ def ppo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 @CLIPS.register("upper")
+@holds(_held_above, plain_elsewhere=True)
 def clipped_above(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`min(r, 1 + high) A`: clipped above only, for both signs (TIC-GRPO, arXiv:2508.02833)."""
     return inputs.log_ratio.exp().clamp(max=1.0 + inputs.high) * inputs.advantages
 
 
 @CLIPS.register("both")
+@holds(_held_on_both_sides, plain_elsewhere=True)
 def clipped_on_both_sides(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`clip(r, 1 - low, 1 + high) A`: no gradient outside of the bounds, whatever the sign of A
     (Kimi K2.5, arXiv:2602.02276 eq. 1, which beside it has `rollout_drift_weight`)."""
@@ -55,6 +140,7 @@ def clipped_on_both_sides(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 @CLIPS.register("gmpo")
+@holds(_held_by_gmpo)
 def gmpo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`exp(mean_t clip(log r_t)) A`: tokens are clipped before their mean (`gmpo_clip`), one side
     only, by the sign of A; nothing is clipped after it (GMPO, arXiv:2507.20673)."""
@@ -62,6 +148,7 @@ def gmpo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 @CLIPS.register("cispo")
+@holds(_bounded_by_cispo)
 def cispo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """CISPO (arXiv:2506.13585), no gradient cut: `sg(clip(r, ratio_min, ratio_max)) A log pi`."""
     weight = inputs.log_ratio.detach().exp().clamp(o.ratio_min, o.ratio_max)
@@ -89,6 +176,7 @@ def vespo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 @CLIPS.register("topr")
+@holds(_bounded_by_topr)
 def topr(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """TOPR (arXiv:2503.14286), no gradient cut: `sg(clip(r, min, max)) A log pi` with bounds by the
     sign of A: 1 and 1 where A >= 0, 0 and 1 where A < 0. The ratio of the paper is that of the
@@ -101,6 +189,7 @@ def topr(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 @CLIPS.register("dppo_tv")
+@holds(_outside_of_trust_region, plain_elsewhere=True)
 def dppo_tv(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`r A`, and 0 for tokens whose probability `pi_theta` has left `pi_old` by more than
     `clip_high` upwards where A > 0, by more than `clip_low` downwards where A < 0: total variation
@@ -110,6 +199,7 @@ def dppo_tv(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 @CLIPS.register("dppo_kl")
+@holds(_outside_of_trust_region, plain_elsewhere=True)
 def dppo_kl(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """Like dppo_tv, by `KL(pi_old || pi_theta)` of the token against all others."""
     return _within_trust_region(o, inputs)
@@ -128,12 +218,13 @@ def drpo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 def _within_trust_region(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
-    """`r A` of the tokens that `clip_status` does not hold, 0 of the others."""
-    held = torch.stack(list(clip_status(o, inputs).values())).any(0)
+    """`r A` of the tokens inside, 0 of the others."""
+    held = torch.stack(list(_outside_of_trust_region(o, inputs).values())).any(0)
     return torch.where(held, 0.0, unclipped(o, inputs))
 
 
 @CLIPS.register("clip_cov")
+@holds(_held_by_clip_cov, plain_elsewhere=True)
 def clip_cov(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """Like ppo, and 0 for tokens that were chosen by the covariance of their log-prob and
     advantage, against the collapse of entropy (Clip-Cov, arXiv:2505.22617;
@@ -143,6 +234,7 @@ def clip_cov(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 
 
 @CLIPS.register("kl_cov")
+@holds(_covariant)
 def kl_cov(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`r A - covariance_penalty |log r|` for the tokens with the highest covariance of log-prob and
     advantage, `r A` for the others (KL-Cov, arXiv:2505.22617)."""
@@ -167,60 +259,22 @@ def gmpo_clip(inputs: ClipInputs) -> Tensor:
 
 
 def clip_status(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
-    """Return where the clip removes the gradient (cispo, topr: bounds the weight; kl_cov:
-    penalises), bool [n] by name.
+    """Return where the clip holds a token, bool [n] by name, as its `custom.holds` says: where it
+    removes the gradient (cispo, topr: bounds the weight; kl_cov: penalises).
 
     Names are "low", "high", "dual" and "covariance"; nothing for a clip without a status. A token
     with A = 0 has none of the first three, nor one with A > 0 for topr. For gmpo,
     `inputs.log_ratio` is that of tokens."""
-    positive = inputs.advantages > 0
-    negative = inputs.advantages < 0
-    has_sign = positive | negative
-    log_ratio = inputs.log_ratio.detach()
-    if o.clip == "gmpo":
-        return {
-            "low": negative & (log_ratio < -inputs.low),
-            "high": positive & (log_ratio > inputs.high),
-        }
-    ratio = log_ratio.exp()
-    if o.clip == "cispo":
-        return {"low": has_sign & (ratio < o.ratio_min), "high": has_sign & (ratio > o.ratio_max)}
-    if o.clip == "topr":
-        return {
-            "low": negative & (ratio < o.topr_min_negative),
-            "high": negative & (ratio > o.topr_max_negative),
-        }
-    if o.clip == "upper":
-        return {"high": has_sign & (ratio > 1 + inputs.high)}
-    if o.clip == "both":
-        return {
-            "low": has_sign & (ratio < 1 - inputs.low),
-            "high": has_sign & (ratio > 1 + inputs.high),
-        }
-    if o.clip in ("dppo_tv", "dppo_kl"):
-        divergence = _divergence_of_token(o, inputs)
-        return {
-            "low": negative & (ratio < 1) & (divergence > inputs.low),
-            "high": positive & (ratio > 1) & (divergence > inputs.high),
-        }
-    masks = {}
-    if o.clip in ("ppo", "clip_cov"):
-        masks["low"] = negative & (ratio < 1 - inputs.low)
-        masks["high"] = positive & (ratio > 1 + inputs.high)
-        if o.dual_clip is not None:
-            masks["dual"] = negative & (ratio > o.dual_clip)
-    if inputs.covariant is not None:
-        masks["covariance"] = inputs.covariant
-    return masks
+    status = getattr(function_of("clip", o.clip, CLIPS), "clip_status", None)
+    if status is None:
+        return {}
+    return dict(status(o, inputs))
 
 
-def _divergence_of_token(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
-    """DPPO's divergence of the old policy and the present one, detached, [n]."""
-    logprobs = inputs.logprobs.detach()
-    old_logprobs = logprobs - inputs.log_ratio.detach()
-    if o.clip == "dppo_tv":
-        return (logprobs.exp() - old_logprobs.exp()).abs()
-    return binary_kl(old_logprobs, logprobs)
+def follows_recorded_clips(o: ObjectiveConfig) -> bool:
+    """Whether a replay takes the recorded decisions of the clip: `r A` for the tokens that it did
+    not hold, no gradient for the others."""
+    return getattr(function_of("clip", o.clip, CLIPS), "plain_elsewhere", False)
 
 
 def clipped_as(recorded: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> Tensor:

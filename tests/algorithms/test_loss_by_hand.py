@@ -11,8 +11,15 @@ import torch
 from grpo_megatron.algorithms import ratios
 from grpo_megatron.algorithms.batch import ClipInputs, LossBatch
 from grpo_megatron.algorithms.objective import Objective, policy_loss
-from grpo_megatron.algorithms.terms import clip_status, gmpo_clip
+from grpo_megatron.algorithms.terms import (
+    CLIPS,
+    clip_status,
+    follows_recorded_clips,
+    gmpo_clip,
+    unclipped,
+)
 from grpo_megatron.config.loader import load_objective
+from grpo_megatron.config.objective import ObjectiveConfig
 
 LN2 = math.log(2.0)
 
@@ -112,6 +119,37 @@ def test_which_tokens_a_clip_holds(overrides, expected):
     found = clip_status(config, inputs)
     tokens = {side: mask.nonzero()[:, 0].tolist() for side, mask in found.items()}
     assert tokens == expected
+
+
+def _on_a_grid(clip: str) -> tuple[ObjectiveConfig, ClipInputs]:
+    """Ratios from 1/8 to 8 at probabilities from 1/16 to 1/2, with advantages of both signs; every
+    third token is chosen by its covariance."""
+    config = ObjectiveConfig(preset="grpo", clip=clip, dual_clip=3.0)
+    old = torch.linspace(-4 * LN2, -LN2, 7, dtype=torch.float64).repeat(40)
+    log_ratio = torch.linspace(-3 * LN2, 3 * LN2, 280, dtype=torch.float64)
+    logprobs = (old + log_ratio).requires_grad_()
+    advantages = double(1.5, -0.5).repeat(140)
+    covariant = torch.arange(280) % 3 == 0
+    return config, ClipInputs(logprobs - old, advantages, logprobs, 0.2, 0.3, covariant)
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_clip_says_which_tokens_it_holds(clip):
+    """Remedy: @holds(...) on the clip, see `grpo_megatron.algorithms.custom.holds`."""
+    config, inputs = _on_a_grid(clip)
+    status = clip_status(config, inputs)
+    held = torch.zeros(280, dtype=torch.bool)
+    for mask in status.values():
+        held |= mask
+    (gradient,) = torch.autograd.grad(
+        CLIPS[clip](config, inputs).sum(), [inputs.logprobs], retain_graph=True
+    )
+    (plain,) = torch.autograd.grad(unclipped(config, inputs).sum(), [inputs.logprobs])
+    has_none = gradient == 0
+    assert not (has_none & ~held).any(), "it removes gradients of which its status says nothing"
+    only_cuts = bool(status) and torch.equal(has_none, held)
+    is_plain_elsewhere = only_cuts and torch.allclose(gradient[~held], plain[~held])
+    assert follows_recorded_clips(config) is is_plain_elsewhere
 
 
 def test_clips_are_counted_by_token_and_by_sample():

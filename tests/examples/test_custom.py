@@ -85,6 +85,91 @@ def test_a_function_that_returns_another_shape_is_refused(tmp_path, monkeypatch,
         evaluate(Objective(config, case.domains, own), case.batch, case.columns)
 
 
+MISTAKEN = """
+import numpy as np
+
+from grpo_megatron.algorithms.custom import holds
+
+
+def clip_of_one(o):
+    return o
+
+def clip_that_raises(o, inputs):
+    return inputs.log_ratios
+
+def clip_of_shapes(o, inputs):
+    return inputs.log_ratio + inputs.log_ratio.new_zeros(2)
+
+def number(o, inputs):
+    return 3.0
+
+def array(o, inputs):
+    return np.zeros(inputs.log_ratio.shape)
+
+def detached(o, inputs):
+    return inputs.log_ratio.detach()
+
+def advantage(o, batch):
+    return batch.rewards
+
+def aggregation(o, lengths):
+    return lengths.tokens / None
+
+
+def below(o, inputs):
+    return {"low": inputs.log_ratio < -0.05}
+
+@holds(below, plain_elsewhere=True)
+def cutting(o, inputs):
+    ratio = inputs.log_ratio.exp()
+    return ratio.where(inputs.log_ratio >= -0.05, ratio.detach()) * inputs.advantages
+"""
+
+
+@pytest.fixture
+def mistaken(tmp_path, monkeypatch):
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("clip=mistaken:clip_of_one", ["(o) cannot be called", "clip_of_one(o, inputs)"]),
+        ("clip=mistaken:clip_that_raises", ["AttributeError", "'log_ratios'", "mistaken.py:11"]),
+        ("clip=mistaken:clip_of_shapes", ["RuntimeError", "mistaken.py:14"]),
+        ("clip=mistaken:number", ["returned float, wanted is a tensor of the shape (6,)"]),
+        ("clip=mistaken:array", ["without gradient"]),
+        ("clip=mistaken:detached", ["would not learn", "not detached"]),
+        ("advantage=mistaken:advantage", ["(o, batch) cannot be called", "(o, batch, groups)"]),
+        ("aggregation=mistaken:aggregation", ["raised TypeError", "mistaken.py:29"]),
+    ],
+)
+def test_a_mistake_in_a_function_is_told_in_one_message(mistaken, capsys, setting, words):
+    assert main(["objective", "eval", "--objective", "dr_grpo", setting, "case.json"]) == 2
+    said = capsys.readouterr().err
+    axis, _, choice = setting.partition("=")
+    assert "Traceback" not in said
+    assert f"where:  objective.{axis} = {choice!r}" in said and "remedy:" in said
+    for word in words:
+        assert word in said
+
+
+def test_train_refuses_a_function_of_other_parameters_before_it_starts(mistaken, tmp_path, capsys):
+    arguments = ["train", "custom.toml", f"runs_dir={tmp_path}"]
+    assert main([*arguments, "objective.clip=mistaken:clip_of_one"]) == 2
+    assert "cannot be called" in capsys.readouterr().err
+    assert not (tmp_path / "custom").exists()
+
+
+def test_a_clip_of_ones_own_says_which_tokens_it_holds(mistaken, capsys):
+    setting = "clip=mistaken:cutting"
+    assert main(["objective", "eval", "--objective", "dr_grpo", setting, "case.json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["grad_logprobs"][1][0] == 0.0 and found["grad_logprobs"][1][1] != 0.0
+    assert found["metrics"]["clip/low_fraction"] == pytest.approx(1 / 6)
+
+
 def test_groups_of_equal_rewards_are_a_signal_for_an_advantage_of_ones_own():
     batch = read_case(Path("case.json")).batch
     equal = replace(batch, rewards=torch.ones_like(batch.rewards))
@@ -106,7 +191,8 @@ def test_the_reward_binds_with_the_arguments_of_the_recipe():
         ("clip=custom_objective:tanh_clipp", ["did you mean 'tanh_clip'", "objective.clip"]),
         ("clip=custom_objectives:tanh_clip", ["no module 'custom_objectives'"]),
         ("advantage=custom_objective:np", ["not a function", "objective.advantage"]),
-        ("clip=tanh_clip", ["must be one of: ppo"]),
+        ("clip=tanh_clip", ["must be one of: ppo", "none; or module:function"]),
+        ("clip=custom_objective.tanh_clip", ["objective.clip=custom_objective:tanh_clip"]),
         ("clip=custom_objective:", ["must be one of: ppo"]),
     ],
 )

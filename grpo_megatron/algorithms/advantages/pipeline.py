@@ -17,7 +17,7 @@ from grpo_megatron.algorithms.advantages.before import (
 )
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import Advantages, SampleBatch, ValueTargets
-from grpo_megatron.algorithms.custom import columns_of, function_of, is_custom, require_shape
+from grpo_megatron.algorithms.custom import columns_of, is_custom, require_shape, result_of
 from grpo_megatron.algorithms.groups import Groups, by_groups, suffix_sums
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.running_distribution import RunningDistribution
@@ -86,17 +86,16 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     module; 0 for samples without a reward or outside of the subset.
 
     Raises DataError: steps or turns are missing; ConfigError: a custom function cannot be imported
-    or returns another shape than [N]."""
+    or called, or returns another shape than [N]."""
     o = objective.config
     batch, groups = _rewarded(objective, batch)
     puts_kl_into_rewards = o.kl == "reward_k1" and objective.weighs_kl
     if o.advantage == "gae" and puts_kl_into_rewards:
         batch = _with_kl_rewards(objective, batch, groups)
-    estimator = function_of("advantage", o.advantage, ESTIMATORS)
-    values = estimator(o, batch, groups)
+    values = result_of("advantage", o.advantage, ESTIMATORS, o, batch, groups)
     per_token = o.advantage in TOKEN_LEVEL
     if is_custom(o.advantage):
-        require_shape(o.advantage, values.shape, (len(batch),))
+        require_shape("advantage", o.advantage, values, (len(batch),))
     if o.advantage != "gae" and puts_kl_into_rewards:
         future = _future_kl(batch, _kl_weights(objective, batch, groups))
         if not per_token:
