@@ -1,6 +1,7 @@
 """`data`: prompts as a run would train on them; nothing is started."""
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -16,7 +17,16 @@ def _group() -> None:
 
 
 @app.command()
-def show(recipe: Source, overrides: Overrides = None) -> None:
+def show(
+    recipe: Source,
+    overrides: Overrides = None,
+    completion: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="What the rewards judge, in place of the reference answers."
+        ),
+    ] = None,
+) -> None:
     """Three prompts of every domain as text and tokens, and what its rewards say of the answers."""
     from grpo_megatron.cli.data_show import show_domains
     from grpo_megatron.config.loader import load_recipe, read_resolved
@@ -26,4 +36,5 @@ def show(recipe: Source, overrides: Overrides = None) -> None:
         resolved = read_resolved(path, overrides or [])
     else:
         resolved = load_recipe(recipe, overrides or [])
-    show_domains(resolved.config, resolved.run_path / "model", typer.echo)
+    run_model = resolved.run_path / "model"
+    show_domains(resolved.config, run_model, typer.echo, completion=completion)

@@ -1,11 +1,13 @@
 """What `data show` prints: prompts of every domain, and its rewards' verdict on the answers."""
 
 import asyncio
+import contextlib
 import dis
 import json
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from grpo_megatron.data.prompt_text import PromptRenderer, messages_of, tokenize
 from grpo_megatron.data.prompts import tokenised
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
-from grpo_megatron.rewards.pool import Component, RewardPool, components_of
+from grpo_megatron.rewards.pool import Component, RewardPool, components_of, raised_at
 from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
 
 Say = Callable[[str], None]
@@ -31,16 +33,19 @@ _NUM_IDS = 8
 """Ids shown of each end of a prompt."""
 _LONGEST_TEXT = 4000
 _OF_COMPLETIONS = ("num_tokens", "truncated", "token_ids")
-_NOT_JUDGED = "cannot be judged without a completion"
+_NOT_JUDGED = "cannot be judged without a completion; --completion TEXT gives one"
 
 
-def show_domains(config: RunConfig, run_model: Path, say: Say) -> None:
-    """Print the first prompts of every domain. Without the model's tokenizer they are text only.
+def show_domains(
+    config: RunConfig, run_model: Path, say: Say, *, completion: str | None = None
+) -> None:
+    """Print the first prompts of every domain, and what its rewards say of the reference answers,
+    or of a `completion`. Without the model's tokenizer prompts are text only.
 
     Raises DataError and RewardError as a run would when it starts.
 
     run_model: where a run of this recipe has its model, if it made one."""
-    with tokenizer_directory(config.model) as directory:
+    with _quiet_rewards(), tokenizer_directory(config.model) as directory:
         if config.model.path is None and run_model.is_dir():
             directory = run_model
         tokenizer = None
@@ -52,7 +57,19 @@ def show_domains(config: RunConfig, run_model: Path, say: Say) -> None:
             say(f"{_absent_model(config)}: prompts are shown as text only")
             say("")
         for domain in config.domains:
-            _show_domain(domain, config, tokenizer, images, say)
+            _show_domain(domain, config, tokenizer, images, completion, say)
+
+
+@contextlib.contextmanager
+def _quiet_rewards() -> Iterator[None]:
+    """Keep tracebacks of rewards from the screen: verdicts and errors say what they raised."""
+    logger = logging.getLogger(RewardPool.__module__)
+    handler = logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _absent_model(config: RunConfig) -> str:
@@ -66,6 +83,7 @@ def _show_domain(
     config: RunConfig,
     tokenizer: TextTokenizer | None,
     images: ImageReader | None,
+    completion: str | None,
     say: Say,
 ) -> None:
     problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
@@ -76,9 +94,17 @@ def _show_domain(
         prompts = tokenised(domain, problems, tokenizer, images)
         if domain.template == CHAT:
             _show_chat_template(domain, prompts[0], tokenizer, say)
-    components = components_of(domain, config.max_new_tokens_of(domain.name))
-    verdicts = asyncio.run(_verdicts(domain, components, prompts, config.data.reward_timeout_s))
-    longest = config.rollout.max_model_len - config.max_new_tokens_of(domain.name)
+    budget = config.max_new_tokens_of(domain.name)
+    components = components_of(domain, budget)
+    timeout_s = config.data.reward_timeout_s
+    judged = "answer"
+    if completion is None:
+        verdicts = asyncio.run(_verdicts(domain, components, prompts, timeout_s))
+    else:
+        judged = "completion"
+        given = _completion(completion, tokenizer)
+        verdicts = asyncio.run(_verdicts_of_completion(domain, given, prompts, timeout_s, budget))
+    longest = config.rollout.max_model_len - budget
     for number, (prompt, verdict) in enumerate(zip(prompts, verdicts, strict=True), start=1):
         say("")
         say(f"prompt {number}")
@@ -89,7 +115,7 @@ def _show_domain(
             say(f"image {image.digest[:16]}: {image.rows} x {image.columns} tokens")
         say(f"answer: {_shortened(prompt.answer, 200)}")
         for name, words in verdict.items():
-            say(f"reward {name} of the answer: {words}")
+            say(f"reward {name} of the {judged}: {words}")
     say("")
 
 
@@ -193,6 +219,45 @@ async def _verdicts(
     return verdicts
 
 
+async def _verdicts_of_completion(
+    domain: DomainConfig,
+    completion: Completion,
+    prompts: Sequence[Prompt],
+    timeout_s: float,
+    budget: int,
+) -> list[dict[str, str]]:
+    """What each reward says of one completion of every prompt, by component."""
+    verdicts = []
+    budgets = {domain.name: budget}
+    async with RewardPool([domain], timeout_s=timeout_s, budgets=budgets) as pool:
+        for prompt in prompts:
+            [scored] = await pool.score([RolloutGroup(prompt, (completion,), 0)])
+            raised = _raised(pool)
+            words = {}
+            for name, rewards in scored.components.items():
+                words[name] = _words(float(rewards[0]), raised.get(name))
+            verdicts.append(words)
+    return verdicts
+
+
+def _raised(pool: RewardPool) -> dict[str, str]:
+    """What components raised since the last call, by name; the first of each."""
+    metrics = pool.take_metrics()
+    found = {}
+    for component in pool.components:
+        if metrics[f"reward/{component.domain}.{component.name}/raised"]:
+            found[component.name] = raised_at(component.trace)
+    return found
+
+
+def _words(reward: float, raised: str | None) -> str:
+    if not math.isnan(reward):
+        return f"{reward:g}"
+    if raised:
+        return f"none: it raised {raised}"
+    return "none: it cannot score this answer"
+
+
 async def _judge(
     pool: RewardPool, prompt: Prompt, tags: Mapping[str, str | None]
 ) -> dict[str, str]:
@@ -202,14 +267,13 @@ async def _judge(
         completions.append(_completion(_tagged(prompt.answer, tag)))
         completions.append(_completion(_tagged(f"$\\boxed{{{prompt.answer}}}$", tag)))
     [scored] = await pool.score([RolloutGroup(prompt, tuple(completions), 0)])
+    raised = _raised(pool)
     words = {}
     for number, name in enumerate(tags):
         alone = float(scored.components[name][2 * number])
         boxed = float(scored.components[name][2 * number + 1])
-        words[name] = f"{alone:g}"
-        if math.isnan(alone):
-            words[name] = "none: it cannot score this answer"
-        elif boxed > alone:
+        words[name] = _words(alone, raised.get(name))
+        if boxed > alone:
             words[name] = f"{boxed:g}, as \\boxed{{…}}"
     return words
 
@@ -249,7 +313,16 @@ def _tagged(answer: str, tag: str | None) -> str:
     return f"<{tag}>{answer}</{tag}>"
 
 
-def _completion(text: str) -> Completion:
+def _completion(text: str, tokenizer: TextTokenizer | None = None) -> Completion:
+    """Return a text as a completion; without a tokenizer it has no tokens."""
+    ids: list[int] = []
+    if tokenizer is not None:
+        ids = tokenizer.encode(text, where="--completion")
+    length = len(ids)
     return Completion(
-        np.zeros(0, np.int32), np.zeros(0, np.float32), (VersionSpan(0, 0, 0),), "stop", text
+        np.asarray(ids, np.int32),
+        np.zeros(length, np.float32),
+        (VersionSpan(0, length, 0),),
+        "stop",
+        text,
     )

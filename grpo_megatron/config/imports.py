@@ -38,6 +38,15 @@ def imported(reference: str, kind: type[GrpoMegatronError], what: str) -> Callab
     return found
 
 
+def with_colon(name: str) -> str | None:
+    """Return `module:function` where `name` is `module.function`; else None."""
+    module, _, function = name.rpartition(".")
+    parts = [*module.split("."), function]
+    if not all(part.isidentifier() for part in parts):
+        return None
+    return f"{module}:{function}"
+
+
 def _imported_module(name: str, kind: type[GrpoMegatronError]) -> Any:
     try:
         return importlib.import_module(name)

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from grpo_megatron.config.keys import KeyPath, dotted
+from grpo_megatron.config.objective import OrFunction
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest, plain
 
@@ -115,6 +116,12 @@ def choices_at(path: KeyPath) -> tuple[Any, ...]:
     if get_origin(kind) is Literal:
         return get_args(kind)
     return ()
+
+
+def takes_function(path: KeyPath) -> bool:
+    """Whether the value at `path` may also be `module:function`."""
+    info = all_fields().get(_general(path))
+    return info is not None and any(isinstance(part, OrFunction) for part in info.metadata)
 
 
 @cache

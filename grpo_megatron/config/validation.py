@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from grpo_megatron.config import schema
+from grpo_megatron.config.imports import with_colon
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
 from grpo_megatron.config.overlay import DEFAULT, ConfigOverlay, Origin
 from grpo_megatron.config.problems import ConfigProblem, InvalidConfigError, as_toml
@@ -179,6 +180,11 @@ def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
     bound = context.get("ge", context.get("le"))
     if choices:
         near = nearest(str(value), choices, count=1)
+        if schema.takes_function(path):
+            message += "; or module:function, a function of your own"
+            meant = with_colon(str(value))
+            if meant:
+                near = [meant]
     elif bound is not None:
         near = [f"{bound:g}"]
     else:

@@ -6,6 +6,7 @@ kill stops a regular expression that backtracks for ever."""
 import asyncio
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,12 @@ logger = logging.getLogger(__name__)
 CHUNK_CALLS = 64  # calls per message, which costs about as much as 20 cheap calls
 MAX_KILLS = 32  # workers that one function may cost without a single result in between
 _MIN_SAMPLES_TO_GIVE_UP = 64
+_PLACE = re.compile(
+    r'^ +File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE
+)
+"""Of a frame in a traceback."""
+_CALLERS = [Path(__file__).with_name(name) for name in ("reward_worker.py", "registry.py")]
+"""Whose frames are above those of a reward."""
 AnyGroup = RolloutGroup[Any]  # as it is stored, or in memory
 AnyCompletion = Completion | StoredCompletion
 
@@ -92,12 +99,31 @@ class Component:
         raise self.error(f"failed on every sample ({', '.join(told)})")
 
     def error(self, what: str) -> RewardError:
-        """Make the error that names the component and shows the first traceback."""
+        """Make the error that names the component, what it raised first, and where."""
+        if self.trace:
+            what += f": {raised_at(self.trace)}"
         return RewardError(
-            f"reward {self.reward.reference} {what}\n{self.trace}".rstrip(),
+            f"reward {self.reward.reference} {what}",
             where=f"[[domains]] {self.domain}, reward {self.name}",
             remedy="correct the function, or raise [data] reward_timeout_s",
         )
+
+
+def raised_at(trace: str) -> str:
+    """Return the exception of a reward's traceback, and the line of the reward that raised it."""
+    places = list(_PLACE.finditer(trace))
+    if not places:
+        return ""
+    words = []
+    for line in trace[places[-1].end() :].splitlines():
+        is_source = line.startswith("    ")
+        if line and not is_source:
+            words.append(line)
+    told = " ".join(words)
+    for place in reversed(places):
+        if Path(place["file"]) not in _CALLERS:
+            return f"{told}\n  at:     {place['file']}:{place['line']}, in {place['function']}"
+    return told  # of what it returned
 
 
 def components_of(domain: DomainConfig, max_new_tokens: int | None = None) -> tuple[Component, ...]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from grpo_megatron.config.imports import ENVIRONMENT_REWARD, imported
 from grpo_megatron.config.secret_values import with_secrets
-from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.config.suggest import did_you_mean, nearest
 from grpo_megatron.errors import ConfigError, RewardError, raised_as
 
 CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids", "outcome")
@@ -111,12 +111,30 @@ def bind(
 
 def _remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:
     """Return what to do about a signature that these arguments do not fit."""
+    own = list(signature.parameters.values())[2:]  # after completion and answer
     strange = [key for key in arguments if key not in signature.parameters]
-    if not strange:
-        return f"a reward is {_SIGNATURE}"
-    known = [name for name in signature.parameters if name not in CONTEXT]
-    own = known[2:]  # after completion and answer
-    return f"{strange[0]!r} is not an argument of it. {did_you_mean(strange[0], own)}"
+    if strange:
+        known = [parameter.name for parameter in own if parameter.name not in CONTEXT]
+        return f"{strange[0]!r} is not an argument of it. {did_you_mean(strange[0], known)}"
+    for parameter in own:
+        is_missing = parameter.name not in arguments and parameter.name not in CONTEXT
+        if not is_missing or not _is_required(parameter):
+            continue
+        name = parameter.name
+        remedy = f"set it in the recipe: arguments = {{ {name} = … }}"
+        offered = nearest(name, CONTEXT, count=1)
+        if offered:
+            remedy += f"; or did you mean {offered[0]!r}, which every call offers?"
+        return remedy
+    return f"a reward is {_SIGNATURE}"
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    is_variadic = parameter.kind in (
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    )
+    return parameter.default is inspect.Parameter.empty and not is_variadic
 
 
 def to_float(value: Any) -> float:

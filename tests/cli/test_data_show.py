@@ -148,6 +148,50 @@ def test_tests_of_programs_are_no_answers(show, tmp_path):
     assert "reward tests of the answer: cannot be judged without a completion" in text
 
 
+def test_rewards_judge_a_completion_that_is_given(show):
+    rewards = [
+        f'{{function="{REWARDS}:numeric_match"}}',
+        f'{{function="{REWARDS}:length_penalty"}}',
+        f'{{function="{REWARDS}:environment"}}',
+    ]
+    rows = [{"question": "2 + 4?", "answer": "6"}, {"question": "2 + 5?", "answer": "7"}]
+    setting = f"domains.0.rewards=[{', '.join(rewards)}]"
+    code, text = show(setting, "--completion", "It is 7.", rows=rows)
+    assert code == 0
+    first, second = text.split("prompt 2")
+    assert "reward numeric_match of the completion: 0\n" in first
+    assert "reward numeric_match of the completion: 1\n" in second
+    assert re.search(r"reward length_penalty of the completion: -?0\.\d+\n", first)  # it has tokens
+    assert "reward environment of the completion: none: it cannot score this answer" in first
+
+
+PICKY = """
+def picky(completion, answer):
+    if answer == "7":
+        return {}["seven"]
+    return 1.0
+
+def text(completion, answer):
+    return answer
+"""
+
+
+def test_what_a_reward_raises_is_told_without_a_traceback(show, tmp_path):
+    (tmp_path / "picky_reward.py").write_text(PICKY)
+    rows = [{"question": "2 + 4?", "answer": "6"}, {"question": "2 + 5?", "answer": "7"}]
+    code, text = show('domains.0.rewards=[{function="picky_reward:picky"}]', rows=rows)
+    first, second = text.split("prompt 2")
+    assert code == 0 and "reward picky of the answer: 1\n" in first
+    assert "none: it raised KeyError: 'seven'" in second and "picky_reward.py:4, in picky" in second
+    assert "Traceback" not in text
+    code, text = show('domains.0.rewards=[{function="picky_reward:picky"}]', rows=rows[1:])
+    assert code == 10 and "KeyError: 'seven'" in text and "picky_reward.py:4" in text
+    assert "Traceback" not in text and "remedy:" in text
+    code, text = show('domains.0.rewards=[{function="picky_reward:text"}]', rows=rows)
+    assert code == 10 and "must return a number or None, not str '6'" in text
+    assert "registry.py" not in text
+
+
 def test_a_reward_that_is_not_there_is_an_error_of_rewards(show):
     code, text = show(f'domains.0.rewards=[{{function="{REWARDS}:exact_mach"}}]')
     assert code == 10

@@ -503,6 +503,13 @@ def test_valid_settings(overrides):
     assert check_rules(unchecked_config(*overrides)) == []
 
 
+def test_a_reward_named_with_a_dot_is_told_with_a_colon():
+    [found] = check_rules(unchecked_config("domains.0.rewards.0.function=my.rewards.short"))
+    assert found.key == "domains.0.rewards.0.function" and found.nearest == ("my.rewards:short",)
+    [found] = check_rules(unchecked_config("domains.0.rewards.0.function=short"))
+    assert found.nearest == () and "for example" in found.remedy
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [

@@ -96,6 +96,14 @@ def scaled(completion: str, answer: str, *, factor: float = 1.0) -> float:
     return factor * float(completion)
 
 
+def weighed(completion: str, answer: str, *, weight: float) -> float:
+    return weight
+
+
+def asks_for_the_promt(completion: str, answer: str, *, promt: str) -> float:
+    return 0.0
+
+
 def greedy(completion: str) -> float:
     return 0.0
 

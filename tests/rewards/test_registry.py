@@ -40,6 +40,8 @@ FUNCTIONS = "grpo_megatron.rewards.functions"
             {"facto": 1},
             ["'facto' is not an argument", "did you mean 'factor'"],
         ),
+        (f"{HOSTILE}:weighed", {}, ["set it in the recipe: arguments = { weight = … }"]),
+        (f"{HOSTILE}:asks_for_the_promt", {}, ["did you mean 'prompt'"]),
         (f"{HOSTILE}:always_raises", {"prompt": 1}, ["'prompt' is the pool's own"]),
     ],
 )

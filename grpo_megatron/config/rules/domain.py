@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from grpo_megatron.config.imports import ENVIRONMENT_REWARD
+from grpo_megatron.config.imports import ENVIRONMENT_REWARD, with_colon
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.suggest import nearest
@@ -201,10 +201,17 @@ def rewards_are_named(run: RunConfig, domain: DomainConfig, index: int) -> list[
     for number, reward in enumerate(domain.rewards):
         is_named = reward.function == ENVIRONMENT_REWARD or _FUNCTION.fullmatch(reward.function)
         if not is_named:
+            near: tuple[str, ...] = ()
+            remedy = "for example grpo_megatron.rewards.functions:exact_match"
+            meant = with_colon(reward.function)
+            if meant:
+                near = (meant,)
+                remedy = ""
             violation = Violation(
                 f"domains.{index}.rewards.{number}.function",
                 "a reward is named module:function",
-                remedy="for example grpo_megatron.rewards.functions:exact_match",
+                nearest=near,
+                remedy=remedy,
             )
             found.append(violation)
     return found
