@@ -170,6 +170,6 @@ def json_schema() -> dict[str, Any]:
     schema["title"] = "grpo-megatron recipe"
     schema["properties"]["extends"] = {
         "type": "string",
-        "description": "Recipe to start from, relative to this file.",
+        "description": "Recipe to start from: a path relative to this file, or a shipped name.",
     }
     return schema

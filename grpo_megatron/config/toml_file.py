@@ -158,26 +158,33 @@ def read_recipe_chain(path: Path) -> list[TomlFile]:
 
 
 def _base_of(file: TomlFile) -> Path | None:
+    """Return the recipe that one extends: beside it, or a shipped one by its name."""
     if "extends" not in file.values:
         return None
     base = file.values.pop("extends")
     where = file.where(("extends",))
     if not isinstance(base, str):
         raise ConfigError(
-            f"extends must be the path of one recipe, not {base!r}",
+            f"extends must be the path or name of one recipe, not {base!r}",
             where=where,
             remedy='write extends = "other.toml"',
         )
     path = file.path.parent / base
+    shipped = assets.root() / "recipes" / f"{base}.toml"
+    if not path.is_file() and shipped.is_file():
+        return shipped
     if not path.is_file():
         folder = file.path.parent
         if path.parent.is_dir():
             folder = path.parent
         recipes = sorted(recipe.name for recipe in folder.glob("*.toml"))
+        names = assets.names(assets.root() / "recipes")
+        remedy = "the path is relative to the recipe that extends it; "
+        remedy += did_you_mean(path.name, recipes)
+        near = nearest(base.removesuffix(".toml"), names)
+        if near:
+            remedy += f"; shipped recipes: {', '.join(near)}"
         raise ConfigError(
-            f"extends names a file that does not exist: {base}",
-            where=where,
-            remedy="the path is relative to the recipe that extends it; "
-            + did_you_mean(path.name, recipes),
+            f"extends names a file that does not exist: {base}", where=where, remedy=remedy
         )
     return path

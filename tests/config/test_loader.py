@@ -8,6 +8,7 @@ import pytest
 
 from grpo_megatron import assets
 from grpo_megatron.config.loader import load_recipe
+from grpo_megatron.config.toml_file import read_recipe_chain
 from grpo_megatron.errors import ConfigError
 from tests.config.conftest import DEMO, MINIMAL
 
@@ -59,6 +60,13 @@ def test_lists_replace_tables_merge(write_recipe):
     assert [domain.name for domain in config.domains] == ["other"]
     assert config.rollout.dtype == "float32"
     assert config.domains[0].path == Path.cwd() / "x.jsonl"
+
+
+def test_extends_takes_the_name_of_a_shipped_recipe(write_recipe):
+    chain = read_recipe_chain(write_recipe(text='extends = "demo/gspo-moe-cpu"\nname = "mine"\n'))
+    assert [file.path.name for file in chain] == ["gspo-moe-cpu.toml", "recipe.toml"]
+    with pytest.raises(ConfigError, match="shipped recipes: demo/gspo-moe-cpu"):
+        read_recipe_chain(write_recipe(text='extends = "demo/gspo-mo-cpu"\nname = "mine"\n'))
 
 
 def test_extends_chain_resolves_relative_to_each_file(write_recipe):
