@@ -12,6 +12,7 @@ from safetensors import safe_open
 from grpo_megatron.checkpoints.durable import explained
 from grpo_megatron.checkpoints.shard_files import will_need
 from grpo_megatron.errors import CheckpointError
+from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from grpo_megatron.weights.parameters import (
@@ -190,11 +191,14 @@ class HFSource:
         for parameter in parameters:
             wanted.update(parameter.hf)
         self.parameters = list(parameters)
-        for name in sorted(carried_names(read_config(directory), found)):
+        hf = read_config(directory)
+        for name in sorted(carried_names(hf, found)):
             shape = found.pop(name)
             if carry:
                 self.parameters.append(carried_parameter(name, shape))
-        refuse_unfit(directory, found, wanted)
+        names = family_of(hf["model_type"]).file
+        remedy = f"is config.json of this checkpoint? The names are those of {names}"
+        refuse_unfit(directory, found, wanted, remedy=remedy)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Return the one dtype of a parameter's tensors. Raises CheckpointError for several."""

@@ -81,7 +81,13 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layer_prefix: str = "model.layers.{layer}."  # begins the names of a layer's tensors
     tower_prefix: str = "visual."  # those of a vision tower's
     text_table: bool = False  # transformers reads the text's fields in a table `text_config` only
+    same_code_as: str = ""  # family with the same code, where transformers does not carry this one
     lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it
+
+    @property
+    def file(self) -> str:
+        """The file of its tables, for messages."""
+        return assets.display(_FOLDER / f"{self.name}.toml")
 
     def reference(self, setting: str) -> Reference | None:
         """Return what a setting of `[megatron]` reads; None for a constant."""
@@ -119,6 +125,13 @@ def family_of(model_type: str | None) -> Family:
     ):
         family = msgspec.convert({"name": model_type, **tables_of(model_type)}, Family)
     _refuse_unknown_references(family, file)
+    others = [name for name in known if name != model_type]
+    if family.same_code_as and family.same_code_as not in others:
+        raise ConfigError(
+            f"{family.name} has the same code as {family.same_code_as!r}, which is no other family",
+            where=file,
+            remedy=did_you_mean(family.same_code_as, others),
+        )
     if family.lacks:
         raise ConfigError(
             f"model_type {model_type!r} is not supported: {family.lacks}", where="config.json"

@@ -211,22 +211,24 @@ def _exported(export: Path) -> Finding:
         return Finding(what, False, f"{export} has no config.json")
     import torch
     from transformers import (
-        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
     )
 
+    from grpo_megatron.weights.transformers_model import load_config, load_model
+
     try:
-        config = AutoConfig.from_pretrained(export, local_files_only=True)
+        config = load_config(export)
     except ValueError:
         return Finding(what, True, "read back by ourselves; transformers lacks the family")
     kind = AutoModelForCausalLM
-    if any(name.endswith("ForSequenceClassification") for name in config.architectures):
+    architectures = config.architectures or ()
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
         kind = AutoModelForSequenceClassification
     if hasattr(config, "vision_config"):
         kind = AutoModelForImageTextToText
-    model = kind.from_pretrained(export, config=config, dtype=torch.float32, local_files_only=True)
+    model = load_model(kind, export, config, torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([_text_ids(config)])).logits
     return Finding(what, bool(torch.isfinite(logits).all()), "transformers computes with it")

@@ -23,9 +23,6 @@ from grpo_megatron.rehearsal.tiny_family import (
     write_tiny_relative,
 )
 
-_SAME_CODE = {"kimi_k2": "deepseek_v3"}
-"""Families whose code transformers does not carry, and the one that computes the same."""
-
 
 @dataclass
 class StandInWriter:
@@ -84,7 +81,7 @@ class StandInWriter:
         key = str(student)
         if key not in self._models:
             directory = self.folder / f"teacher-{len(self._models)}"
-            write_tiny_relative(directory, student, self.num_layers, root.seed + 1, _SAME_CODE)
+            write_tiny_relative(directory, student, self.num_layers, root.seed + 1)
             self._models[key] = directory
         return self._models[key]
 
@@ -111,8 +108,7 @@ class StandInWriter:
             self._models[key] = directory
             return directory
         tiny = tiny_config(hf, self.num_layers)
-        same_code = _SAME_CODE.get(tiny["model_type"])
-        write_tiny_checkpoint(directory, tiny, self.special_tokens, seed, same_code_as=same_code)
+        write_tiny_checkpoint(directory, tiny, self.special_tokens, seed)
         self._models[key] = directory
         return directory
 

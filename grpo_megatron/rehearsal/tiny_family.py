@@ -13,6 +13,7 @@ from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.image_settings import token_pixels
 from grpo_megatron.plan.family import tables_of
 from grpo_megatron.plan.hf_config import as_transformers_reads, flattened
+from grpo_megatron.plan.tensor_names import transformers_type
 
 HEAD_DIM = 32
 """The smallest head that vLLM's CPU attention knows."""
@@ -207,14 +208,11 @@ def write_tiny_checkpoint(
     config: Mapping[str, Any],
     special_tokens: Sequence[str],
     seed: int,
-    *,
-    same_code_as: str | None = None,
 ) -> None:
     """Write a random Hugging Face checkpoint of `config` with one token a byte.
 
-    special_tokens: what the recipe's templates use beside text, one token each. same_code_as: the
-    model type whose code computes the same, where transformers does not carry this one. Raises
-    DataError where transformers cannot build the model."""
+    special_tokens: what the recipe's templates use beside text, one token each. Raises DataError
+    where transformers cannot build the model."""
     directory.mkdir(parents=True, exist_ok=True)
     sees_images = "vision_config" in config
     markers: list[str] = []
@@ -253,7 +251,7 @@ def write_tiny_checkpoint(
     files["config"] = as_transformers_reads(files["config"])
     for name, content in files.items():
         _write_json(directory / f"{name}.json", content)
-    _write_weights(directory, files["config"], seed, same_code_as)
+    _write_weights(directory, files["config"], seed)
 
 
 def write_tiny_relative(
@@ -261,12 +259,10 @@ def write_tiny_relative(
     source: Path,
     num_layers: int,
     seed: int,
-    same_code: Mapping[str, str],
 ) -> None:
     """Write a random checkpoint of the family of `source`, with its vocabulary and tokenizer.
 
-    same_code: by model type that transformers does not carry, the one whose code it has. Raises
-    DataError where transformers cannot build the model."""
+    Raises DataError where transformers cannot build the model."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         is_of_weights = file.name.endswith(".index.json")
@@ -275,19 +271,22 @@ def write_tiny_relative(
     config = tiny_config(json.loads((source / "config.json").read_text("utf-8")), num_layers)
     config = as_transformers_reads(config)
     _write_json(directory / "config.json", config)
-    _write_weights(directory, config, seed, same_code.get(config["model_type"]))
+    _write_weights(directory, config, seed)
 
 
-def _write_weights(
-    directory: Path, config: Mapping[str, Any], seed: int, same_code_as: str | None
-) -> None:
-    """Initialise the model of config.json, which is `config`, by the code of another type if one is
-    given."""
-    if same_code_as is None:
+def _write_weights(directory: Path, config: Mapping[str, Any], seed: int) -> None:
+    """Initialise the model of config.json, which is `config`: by the code of another family, where
+    transformers does not carry this one."""
+    model_type = config["model_type"]
+    known_as = transformers_type(model_type)
+    if known_as == model_type:
         init_weights(directory, seed)
         return
-    _write_json(directory / "config.json", {**config, "model_type": same_code_as})
+    from grpo_megatron.weights.transformers_model import rename_tensors  # torch takes seconds
+
+    _write_json(directory / "config.json", {**config, "model_type": known_as})
     init_weights(directory, seed)
+    rename_tensors(directory, of=known_as, to=model_type)
     _write_json(directory / "config.json", config)
 
 

@@ -74,7 +74,7 @@ class ParameterMap(Protocol):
         """Whether the output layer is the embedding."""
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> Parameter:
-        """Find the tensors of a parameter with its full shape. Raises KeyError for another."""
+        """Find the tensors of a parameter with its full shape. Raises ConfigError for another."""
 
 
 class ShardedModel:
@@ -90,7 +90,7 @@ class ShardedModel:
     def entries(self) -> list[GatherEntry]:
         """All parameters, the same list on every rank, in checkpoint order. Collective.
 
-        Raises KeyError where a weight has no Hugging Face name."""
+        Raises ConfigError where a weight has no Hugging Face name."""
         held: list[_Described] = []
         for shard in self.shards:
             held.append((shard.name, shard.full_shape, shard.tensor.dtype))
@@ -116,7 +116,7 @@ class ShardedModel:
     def held_boxes(self) -> list[HeldBox]:
         """Say which parts of which Hugging Face tensors are on this rank.
 
-        Raises KeyError where a weight has no Hugging Face name."""
+        Raises ConfigError where a weight has no Hugging Face name."""
         boxes = []
         for shard in self.shards:
             if self.map.tied_embeddings and shard.name == OUTPUT_LAYER:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from grpo_megatron.config.suggest import did_you_mean, nearest
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import unified
 from grpo_megatron.weights.boxes import Box
@@ -38,6 +40,16 @@ _KINDS = {
 }
 
 
+_NUM_TENSORS = {"qkv": 3, "gate_up": 2}
+_ORDERS = {
+    "qkv": "those of q, k and v, in this order",
+    "gate_up": "gate, then up",
+    "copy": "the one tensor",
+    "vocab": "the one tensor",
+}
+_NUMBERS = re.compile(r"\{(\w+)\}")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A row of a family's table: a Megatron name, and the Hugging Face tensors it is made of.
@@ -47,35 +59,64 @@ class Rule:
     Kinds: `copy` 1:1; `qkv` q, k, v interleaved by query group; `gate_up` gate above up;
     `vocab` 1:1 with padded vocabulary rows."""
 
+    parameter: str
+    """The Megatron name, as the table has it."""
     pattern: re.Pattern[str]
     names: tuple[str, ...]
     kind: str = "copy"
+    file: str = ""
+    """Of the table, for messages."""
 
 
 @cache
 def rules_for(model_type: str) -> tuple[Rule, ...]:
     """Return the family's table, every parameter in both spellings: plain layers and fused ones.
 
-    Raises ConfigError for an unknown family, or one that Megatron-Core cannot compute."""
+    Raises ConfigError for an unknown family, one that Megatron-Core cannot compute, or a row that
+    names other tensors than its parameter is made of."""
     family = family_of(model_type)
-    rules = [_rule(name, name, tensor) for name, tensor in family.model.items()]
-    rules.append(_rule(REWARD_HEAD, REWARD_HEAD, REWARD_HEAD))
+    file = family.file
+    rules = [_rule(file, name, name, tensor) for name, tensor in family.model.items()]
+    rules.append(_rule(file, REWARD_HEAD, REWARD_HEAD, REWARD_HEAD))
     of_tower = family.tower_prefix + "{rest}"
-    rules.append(Rule(re.compile(re.escape(TOWER) + r"(?P<rest>.+)"), (of_tower,)))
+    rules.append(Rule(TOWER, re.compile(re.escape(TOWER) + r"(?P<rest>.+)"), (of_tower,)))
     for name, tensors in family.layer.items():
         if isinstance(tensors, str):
             tensors = [tensors]
         hf = [family.layer_prefix + tensor for tensor in tensors]
-        rules.append(_rule(_LAYER + name, name, *hf))
+        rules.append(_rule(file, _LAYER + name, name, *hf))
         for spelling, plain in family.spellings.items():
             if plain == name:
-                rules.append(_rule(_LAYER + spelling, name, *hf))
+                rules.append(_rule(file, _LAYER + spelling, name, *hf))
     return tuple(rules)
 
 
-def _rule(spelling: str, name: str, *tensors: str) -> Rule:
+def _rule(file: str, spelling: str, name: str, *tensors: str) -> Rule:
+    """Return the rule for a row of the table in `file`: `name` in this spelling is made of
+    `tensors`.
+
+    Raises ConfigError for another number of tensors, and for `{...}` in them that the parameter
+    does not have."""
+    kind = _kind(name)
+    wanted = _NUM_TENSORS.get(kind, 1)
+    if len(tensors) != wanted:
+        raise ConfigError(
+            f"{name!r} is made of {wanted} Hugging Face tensor(s), the table names "
+            f"{len(tensors)}: {', '.join(tensors)}",
+            where=file,
+            remedy=f"name {_ORDERS[kind]}",
+        )
+    numbers = set(_NUMBERS.findall(spelling))
+    for tensor in tensors:
+        for number in _NUMBERS.findall(tensor):
+            if number not in numbers:
+                raise ConfigError(
+                    f"{tensor!r} has {{{number}}}, which {name!r} has not",
+                    where=file,
+                    remedy=did_you_mean(number, sorted(numbers)),
+                )
     pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(spelling))
-    return Rule(re.compile(pattern), tensors, _kind(name))
+    return Rule(spelling, re.compile(pattern), tensors, kind, file)
 
 
 def _kind(name: str) -> str:
@@ -88,13 +129,21 @@ def _kind(name: str) -> str:
 def resolve(rules: tuple[Rule, ...], name: str) -> tuple[str, list[str]]:
     """Return kind and Hugging Face names of a global Megatron name.
 
-    Raises KeyError when no rule matches."""
+    Raises ConfigError when no rule matches."""
     for rule in rules:
         match = rule.pattern.fullmatch(name)
         if match is not None:
             numbers = match.groupdict()
             return rule.kind, [template.format(**numbers) for template in rule.names]
-    raise KeyError(f"no Hugging Face name for Megatron parameter {name!r}")
+    near = nearest(name, [rule.parameter for rule in rules], count=1, cutoff=0.75)
+    remedy = "add it to [model] or [layer]"
+    if near:
+        remedy += f", or correct {near[0].removeprefix(_LAYER)!r} there"
+    raise ConfigError(
+        f"no Hugging Face name for Megatron parameter {name!r}",
+        where=rules[0].file,
+        remedy=f"{remedy}; plan/families/parts/base.toml explains the tables",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +271,7 @@ class TensorMap:
     def parameter(self, name: str, shape: tuple[int, ...]) -> Parameter:
         """Find the Hugging Face tensors of a global Megatron name with its full shape.
 
-        Raises KeyError when no rule matches."""
+        Raises ConfigError when no rule matches."""
         if self.tied_embeddings and name == OUTPUT_LAYER:
             name = EMBEDDING
         kind, names = resolve(self.rules, name)

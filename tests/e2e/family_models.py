@@ -13,6 +13,8 @@ import numpy as np
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.plan.tensor_names import transformers_type
+from grpo_megatron.weights.transformers_model import load_config, load_model, rename_tensors
 from tests.trainer import families
 
 _SIZES = {"vocab_size": 96, "hidden_size": 96, "intermediate_size": 96}
@@ -85,6 +87,7 @@ def write_random_model(
             if weight.dim() == 1:
                 weight.add_(torch.randn_like(weight) * 0.1)
     model.save_pretrained(directory)
+    rename_tensors(directory, of=config.model_type, to=hf["model_type"])
     if config_of_transformers:
         saved = json.loads((directory / "config.json").read_text())
         written = json.dumps(saved | {"model_type": hf["model_type"]})
@@ -94,8 +97,7 @@ def write_random_model(
 def _config(hf: dict):
     from transformers import AutoConfig
 
-    # a family whose code transformers does not carry
-    kind = families._SAME_AS.get(hf["model_type"], hf["model_type"])
+    kind = transformers_type(hf["model_type"])
     return AutoConfig.for_model(kind, **{k: v for k, v in hf.items() if k != "model_type"})
 
 
@@ -104,10 +106,8 @@ def reference_model(checkpoint: Path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = _config(json.loads((checkpoint / "config.json").read_text()))
-    return AutoModelForCausalLM.from_pretrained(
-        checkpoint, config=config, dtype=torch.float32
-    ).eval()
+    config = load_config(checkpoint)
+    return load_model(AutoModelForCausalLM, checkpoint, config, torch.float32).eval()
 
 
 def differences(checkpoint: Path, step: Path) -> np.ndarray:

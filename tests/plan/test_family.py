@@ -27,8 +27,9 @@ LACKING = ("gpt_oss", "minimax_m2", "qwen3_next")
 SEEING = ["qwen2_5_vl", "qwen3_vl"]
 """Held against transformers by samples with images, in `tests/trainer/test_vision.py` and
 `test_deep_vision.py`."""
-FAMILIES = [name for name in family_names() if name not in (*LACKING, *SEEING, "kimi_k2")]
-"""Kimi-K2 is DeepSeek-V3 by another name, which transformers does not know."""
+OTHERS = [name for name in family_names() if name not in (*LACKING, *SEEING)]
+FAMILIES = [name for name in OTHERS if not family_of(name).same_code_as]
+"""Others are known to transformers by another name, as Kimi-K2 is."""
 LLAMA = MODELS["llama"]
 _BESIDE_CONFIG = {
     "qwen2_5_vl": {"image_processor": PROCESSOR},
@@ -92,7 +93,18 @@ def test_what_may_be_missing_is_then_what_transformers_takes(name):
 
 def test_every_family_has_a_shape():
     """By which layouts, engines and conversion are held against transformers."""
-    assert {hf["model_type"] for hf in MODELS.values()} == {*FAMILIES, "kimi_k2"}
+    assert {hf["model_type"] for hf in MODELS.values()} == set(OTHERS)
+
+
+def test_every_family_goes_through_the_engine():
+    """Through the real command, and part by part where an engine keeps a part of the weights."""
+    from tests.e2e.family_models import settings_of
+    from tests.e2e.test_families import CASES
+    from tests.rollout.test_kept_boxes import DENSE, SPARSE
+
+    trained = {settings_of(name)["model_type"] for name, _, _ in CASES}
+    kept = {settings_of(name)["model_type"] for name in (*DENSE, *SPARSE)}
+    assert trained == kept == set(OTHERS)
 
 
 @pytest.mark.parametrize(

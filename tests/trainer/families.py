@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.plan.tensor_names import transformers_type
+from grpo_megatron.weights.transformers_model import rename_tensors
 from tests.trainer.models import VOCAB
 
 _BASE = {
@@ -176,9 +178,6 @@ MODELS: dict[str, dict] = {
     }.items()
 }
 
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Families whose code transformers does not carry."""
-
 
 def write_family(directory: Path, name: str, samples: str) -> str:
     """A random checkpoint whose norms, biases and buffers are random too, and its logits.
@@ -189,8 +188,9 @@ def write_family(directory: Path, name: str, samples: str) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf = MODELS[name]
+    known_as = transformers_type(hf["model_type"])
     config = AutoConfig.for_model(
-        _SAME_AS.get(hf["model_type"], hf["model_type"]),
+        known_as,
         **{key: value for key, value in hf.items() if key != "model_type"},
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -204,6 +204,7 @@ def write_family(directory: Path, name: str, samples: str) -> str:
                 weight.add_(torch.randn_like(weight) * 0.1)
         logits = [model(ids).logits[0, first - 1 : -1] for ids, first in _sequences(samples)]
     model.save_pretrained(directory)
+    rename_tensors(directory, of=known_as, to=hf["model_type"])
     (directory / "config.json").write_text(json.dumps(hf))
     np.save(directory / "logits.npy", torch.cat(logits).numpy())
     return str(directory)

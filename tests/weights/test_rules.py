@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_megatron.checkpoints.hf_import import dequantise
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.weights.parameters import carried_names, resolve, rules_for
 from tests.trainer.families import MODELS
 from tests.trainer.vision import DEEP_VISION
@@ -68,7 +69,7 @@ def test_names_and_kinds():
     ],
 )
 def test_a_parameter_without_a_rule(name):
-    with pytest.raises(KeyError, match="no Hugging Face name"):
+    with pytest.raises(ConfigError, match="no Hugging Face name"):
         resolve(rules_for("deepseek_v3"), name)
 
 

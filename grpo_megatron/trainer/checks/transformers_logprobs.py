@@ -4,22 +4,23 @@ A process of its own: beside `cpu_platform` transformers leaves rotary frequenci
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 
 
 def main(directory: str, dtype: str) -> None:
     """fp32 log-prob of every token but the first; weights are first rounded to `dtype`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from grpo_megatron.weights.transformers_model import load_config, load_model
 
     tokens = torch.tensor([json.load(sys.stdin)])
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = load_config(Path(directory))
     kind = AutoModelForCausalLM
     if hasattr(config, "vision_config"):
         kind = AutoModelForImageTextToText
-    model = kind.from_pretrained(
-        directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    ).eval()
+    model = load_model(kind, Path(directory), config, torch.float32).eval()
     for parameter in model.parameters():  # not the buffers: rotary frequencies stay as they are
         parameter.data = parameter.data.to(getattr(torch, dtype)).float()
     with torch.no_grad():
