@@ -36,7 +36,6 @@ demo-control: setup
 	$(bin)/grpo-megatron train $(recipe) --overwrite name=$(or $(name),demo-control) \
 		objective.shuffle_advantages=true $(demo_flags)
 
-# Experts for three domains, one model distilled from them.
 # The same for an agent: it learns to call a calculator, and must not learn with shuffled advantages.
 demo-agent: setup
 	$(bin)/grpo-megatron train $(agent_recipe) --overwrite $(if $(name),name=$(name)) $(demo_flags)
@@ -45,6 +44,7 @@ demo-agent-control: setup
 	$(bin)/grpo-megatron train $(agent_recipe) --overwrite name=$(or $(name),demo-agent-control) \
 		objective.shuffle_advantages=true $(demo_flags)
 
+# Experts for three domains, one model distilled from them.
 stages-demo: setup
 	$(bin)/grpo-megatron stages run tiny-deepseek_v4
 

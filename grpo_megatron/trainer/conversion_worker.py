@@ -27,6 +27,7 @@ from grpo_megatron.checkpoints import durable, hf_export, hf_import, shard_files
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
 from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.plan.tensor_names import transformers_type
 from grpo_megatron.trainer.checks import probe
 from grpo_megatron.trainer.megatron.checkpoint_layout import parameter_table
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
@@ -250,7 +251,11 @@ def _compare(
             where=job.target,
             remedy=f"the files are kept in {working}; please report this model",
         )
-    _say_once(message=f"log-probs by Megatron and by transformers agree to {worst:.1e}")
+    code = transformers_type(hf["model_type"])
+    if code != hf["model_type"]:
+        code = f"{code} for {hf['model_type']}"
+    message = f"log-probs by Megatron and by transformers ({code}) agree to {worst:.1e}"
+    _say_once(message=message)
 
 
 def _check(source: Source, directory: Path) -> None:
