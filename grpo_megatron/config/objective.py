@@ -1,7 +1,7 @@
 """`[objective]` and `[batch]`: the policy-gradient objective as independent choices."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
@@ -77,6 +77,73 @@ class DomainObjective(Strict):
     """trm: largest divergence of a token in the domain."""
     trm_mean: float | None = Field(None, gt=0)
     """trm: largest mean divergence of a sample in the domain."""
+
+
+SETTINGS_OF_CHOICES: Mapping[str, Mapping[tuple[str, ...], tuple[str, ...]]] = {
+    "advantage": {
+        ("passk", "pkpo"): ("passk_k",),
+        ("pkpo",): ("pkpo_baseline",),
+        ("otb",): ("otb_zero_tail",),
+        ("gtpo_entropy", "grpo_s"): ("gtpo_alpha1", "gtpo_alpha2", "gtpo_pool"),
+        ("gagpo",): ("gagpo_gamma", "gagpo_lambda"),
+        ("gigpo",): ("gigpo_omega", "gigpo_gamma"),
+        ("gae",): ("gae_gamma", "gae_lambda"),
+    },
+    "reward_shaping": {("length_switch",): ("length_switch_fraction", "length_switch_weight")},
+    "shaping": {
+        ("trace_recent", "trace_both"): ("trace_decay", "trace_min_advantage"),
+        ("xrpo",): ("xrpo_lambda", "xrpo_kappa"),
+        ("gtpo_conflict",): (
+            "conflict_weight",
+            "conflict_entropy_limit",
+            "conflict_entropy_weight",
+        ),
+    },
+    "clip": {
+        ("cispo",): ("ratio_min", "ratio_max"),
+        ("sapo",): ("sapo_tau_positive", "sapo_tau_negative"),
+        ("vespo",): (
+            "vespo_k_positive",
+            "vespo_lambda_positive",
+            "vespo_k_negative",
+            "vespo_lambda_negative",
+        ),
+        ("topr",): (
+            "topr_min_positive",
+            "topr_max_positive",
+            "topr_min_negative",
+            "topr_max_negative",
+        ),
+        ("drpo",): ("drpo_delta",),
+        ("clip_cov", "kl_cov"): ("covariance_share",),
+        ("clip_cov",): ("covariance_min", "covariance_max"),
+        ("kl_cov",): ("covariance_penalty",),
+    },
+    "credit": {
+        ("future_kl",): (
+            "future_kl_half_life",
+            "future_kl_min",
+            "future_kl_max",
+            "future_kl_ratio_max",
+            "future_kl_safe_ratio",
+        ),
+    },
+    "aggregation": {
+        ("constant",): ("aggregation_length",),
+        ("lambda_grpo",): ("lambda_init", "lambda_lr", "lambda_rho"),
+    },
+    "mismatch": {
+        ("icepop", "geometric_mask"): ("mismatch_min",),
+        ("tis", "tis_sequence", "mis_sequence"): ("mismatch_floor",),
+        ("kpop",): ("kpop_threshold",),
+    },
+    "off_policy_mask": {
+        ("opsm",): ("opsm_delta",),
+        ("trm",): ("trm_max", "trm_mean"),
+        ("m2po",): ("m2po_limit",),
+    },
+}
+"""By field that chooses, and what is chosen: settings that only these read."""
 
 
 class ObjectiveConfig(Strict):

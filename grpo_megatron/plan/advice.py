@@ -1,5 +1,9 @@
-"""Warnings: values of a valid recipe that no published run has. They stop nothing."""
+"""Warnings: values of a valid recipe that no published run has, or that nothing reads. They stop
+nothing."""
 
+from collections.abc import Iterator
+
+from grpo_megatron.config.objective import PRESETS, SETTINGS_OF_CHOICES, ObjectiveConfig
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
@@ -74,6 +78,40 @@ def group_size_is_a_published_one(config: RunConfig) -> Violation | None:
         "num_prompts) teach more for the same number of samples",
         nearest=(MAX_GROUP_SIZE,),
     )
+
+
+@ADVICE.rule("without_effect")
+def settings_belong_to_what_is_chosen(config: RunConfig) -> list[Violation]:
+    """Warn of settings of a choice of the objective that is not the one taken."""
+    if config.kind != "rl":
+        return []
+    return list(_settings_without_effect(config.objective))
+
+
+def _settings_without_effect(objective: ObjectiveConfig) -> Iterator[Violation]:
+    for axis, settings in SETTINGS_OF_CHOICES.items():
+        chosen = getattr(objective, axis)
+        if ":" in chosen:  # a function of one's own may read any
+            continue
+        for choices, names in settings.items():
+            if chosen in choices:
+                continue
+            for name in names:
+                if _is_set(objective, name):
+                    yield Violation(
+                        f"objective.{name}",
+                        f"it has no effect: it is of {axis} {' and '.join(choices)}, and {axis} is "
+                        f"{chosen}",
+                        remedy=f"remove it, or set objective.{axis}={choices[0]}",
+                        related=(f"objective.{axis}",),
+                    )
+
+
+def _is_set(objective: ObjectiveConfig, name: str) -> bool:
+    """Whether a setting is another than that of the preset."""
+    usual = ObjectiveConfig.model_fields[name].default
+    usual = PRESETS[objective.preset].values.get(name, usual)
+    return bool(getattr(objective, name) != usual)
 
 
 @ADVICE.rule("usual_staleness")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from grpo_megatron import assets
 from grpo_megatron.cli.main import main
+from grpo_megatron.config.objective import SETTINGS_OF_CHOICES, ObjectiveConfig
 from grpo_megatron.plan.advice import advice_for
 from grpo_megatron.plan.resolve import resolve
 
@@ -90,3 +93,53 @@ def test_a_command_says_it_beside_its_output(capsys, command):
     assert "warning" not in found.out
     assert main([*command, RELEASED]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["objective.sapo_tau_positive=0.5"], {"objective.sapo_tau_positive"}),
+        (["objective.sapo_tau_positive=1.0"], set()),  # as it is without
+        (["objective.preset=sapo", "objective.sapo_tau_positive=0.5"], set()),
+        (
+            ["objective.advantage=passk", "objective.pkpo_baseline=false"],
+            {"objective.pkpo_baseline"},
+        ),
+        (["objective.gae_lambda=0.9", "kind=sft"], set()),
+    ],
+)
+def test_settings_of_what_is_not_chosen_have_no_effect(overrides, told):
+    assert set(keys(RELEASED, *overrides)) == told
+
+
+def test_a_function_of_ones_own_may_read_any_setting():
+    objective = [
+        "objective.preset=gspo_token",
+        "objective.clip=examples.custom_objective:tanh_clip",
+    ]
+    assert keys(RELEASED, *objective, "objective.sapo_tau_positive=0.5") == []
+
+
+def test_settings_belong_to_the_choices_that_their_documentation_begins_with():
+    belongs = {
+        name: {axis: set(choices)}
+        for axis, settings in SETTINGS_OF_CHOICES.items()
+        for choices, names in settings.items()
+        for name in names
+    }
+    choices_of = {
+        axis: set(get_args(ObjectiveConfig.model_fields[axis].annotation))
+        for axis in SETTINGS_OF_CHOICES
+    }
+    documented = {}
+    for name, field in ObjectiveConfig.model_fields.items():
+        before_colon, colon, _ = field.description.partition(":")
+        named = set(before_colon.split(", "))
+        for axis, choices in choices_of.items():
+            if colon and named <= choices:
+                documented[name] = {axis: named}
+    assert len(documented) > 40
+    for name, of_documentation in documented.items():
+        for axis, choices in of_documentation.items():
+            assert choices <= belongs[name][axis]
+    assert belongs.keys() - documented.keys() == {"trace_decay", "trace_min_advantage"}
