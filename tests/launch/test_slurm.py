@@ -1,5 +1,6 @@
 """Batch scripts as text, sites, and what srun says; a real Slurm is in tests/slurm."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -261,22 +262,7 @@ def test_what_a_job_makes_of_signals(tmp_path, signals, told, is_requeued):
     (tmp_path / "squeue").write_text("#!/bin/sh\necho\n" if signals else NEAR_LIMIT)
     for tool in (run, tmp_path / "scontrol", tmp_path / "squeue"):
         tool.chmod(0o755)
-    job = subprocess.Popen(
-        ["bash", assets.root() / "slurm" / "train.sbatch", "demo"],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        # ignored by whatever a shell runs in the background, as `make test` may run this
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SITE": str(site),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "node1",
-            "SLURM_JOB_NUM_NODES": "1",
-        },
-    )
+    job = _start_job(tmp_path, site)
     log = tmp_path / "grpo-megatron.log"
     try:
         _wait_for(log.exists)
@@ -293,6 +279,54 @@ def test_what_a_job_makes_of_signals(tmp_path, signals, told, is_requeued):
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode == 130 and log.read_text().count("told") == told, said
     assert ("job 7.0: requeue\n" in said) is is_requeued
+
+
+@pytest.mark.parametrize(
+    ("code", "waits"), [(1, True), (3, True), (8, True), (2, False), (11, False)]
+)
+def test_a_run_that_failed_with_its_node_is_slurms_to_judge(tmp_path, code, waits):
+    """Whatever error the lost node shows as."""
+    run, site = tmp_path / "grpo-megatron", tmp_path / "site.env"
+    run.write_text(f"#!/bin/sh\nexit {code}\n")
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho\n")
+    site.write_text("activate() { :; }\n")
+    for tool in (run, tmp_path / "srun", tmp_path / "squeue"):
+        tool.chmod(0o755)
+    job = _start_job(tmp_path, site)
+    said = ""
+    try:
+        while "a node does not answer" not in said and (line := job.stdout.readline()):
+            said += line
+        while job.poll() is None and waits:  # until it waits, a signal is one for the run
+            job.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        job.wait(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what slept for the script too
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == code, said
+    assert ("a node does not answer; Slurm will requeue the job" in said) is waits
+
+
+def _start_job(folder: Path, site: Path) -> subprocess.Popen:
+    """The batch script, with the programs of a folder before those of the machine."""
+    return subprocess.Popen(
+        ["bash", assets.root() / "slurm" / "train.sbatch", "demo"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        # ignored by whatever a shell runs in the background, as `make test` may run this
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        env={
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SITE": str(site),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node1",
+            "SLURM_JOB_NUM_NODES": "1",
+        },
+    )
 
 
 def _wait_for(condition) -> None:
