@@ -281,6 +281,28 @@ def test_what_a_job_makes_of_signals(tmp_path, signals, told, is_requeued):
     assert ("job 7.0: requeue\n" in said) is is_requeued
 
 
+WAITS_TO_BE_TOLD = """#!/usr/bin/env bash
+trap 'exit 130' USR1
+for ((i = 0; i < 600; i++)); do sleep 0.1; done
+"""
+AT_THE_FORK = """
+trap '[[ $BASH_COMMAND != "run=\\$!" ]] || kill -USR1 $$' DEBUG
+"""
+
+
+def test_a_notice_between_the_start_of_the_run_and_its_number_is_not_lost(tmp_path):
+    run, site = tmp_path / "grpo-megatron", tmp_path / "site.env"
+    run.write_text(WAITS_TO_BE_TOLD)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nkill -TERM $PPID\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho\n")
+    site.write_text(f"activate() {{ :; }}\n{AT_THE_FORK}")
+    for tool in (run, tmp_path / "scontrol", tmp_path / "squeue"):
+        tool.chmod(0o755)
+    job = _start_job(tmp_path, site)
+    said, _ = job.communicate(timeout=300)
+    assert job.returncode in (130, 138) and "job 7.0: requeue\n" in said, said
+
+
 @pytest.mark.parametrize(
     ("code", "waits"), [(1, True), (3, True), (8, True), (2, False), (11, False)]
 )
