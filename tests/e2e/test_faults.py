@@ -31,7 +31,7 @@ def begin(root: Path, name: str, *settings: str) -> tuple[Path, subprocess.Popen
 
 def wait_for_phase(run: Path, phase: str, process: subprocess.Popen) -> None:
     """The controller's, in the newest attempt."""
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + runs.TIMEOUT_S
     while True:
         for file in (run / "progress").glob("*/controller.json"):
             record = read_progress(file)

@@ -52,7 +52,8 @@ def test_kill_9_at_random_moments(tmp_path):
             runs.kill(process.pid)
             print(f"killed {number + 1} times; finished: {sorted(finished)}")
             runs.finish(process)
-        stages = [path for path in root.iterdir() if (path / "events.jsonl").exists()]
+        # none yet, where a busy machine was long about starting the command
+        stages = [path.parent for path in root.glob("*/events.jsonl")]
         assert all(runs.no_survivors(path) for path in stages)
         stamps = {path.parent.name: path.stat().st_mtime_ns for path in root.glob("*/result.json")}
         assert finished.items() <= stamps.items()

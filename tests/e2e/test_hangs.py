@@ -41,7 +41,7 @@ def wait_for(run: Path, kind: str, role: str, count: int, process) -> dict:
         if len(found) >= count:
             return found[count - 1]
         assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() - began < 300, f"no {kind} of {role}"
+        assert time.monotonic() - began < runs.TIMEOUT_S, f"no {kind} of {role}"
         time.sleep(0.1)
 
 
@@ -50,7 +50,7 @@ def wait_for_phase(run: Path, phase: str) -> None:
     from grpo_megatron.progress import read_progress
 
     file = run / "progress" / "1" / "controller.json"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + runs.TIMEOUT_S
     while time.monotonic() < deadline:
         record = read_progress(file)
         if record is not None and record.phase == phase:
@@ -83,11 +83,10 @@ def test_every_role_is_named_in_any_phase_and_goes_on(tmp_path):
         for role, phase in cases:
             pid = runs.role_pid(run, role)
             wait_for_phase(run, phase)
-            stopped_s = time.time()
             os.kill(pid, signal.SIGSTOP)
             hung = wait_for(run, "hung", role, 1, process)
             assert hung["cause"] == "stopped", hung
-            assert hung["time_s"] - stopped_s < 60
+            assert hung["seconds"] < 60
             status = runs.command("status", str(run)).stdout
             [line] = [line for line in status.splitlines() if line.startswith(f"  {role} ")]
             assert "stopped" in line
