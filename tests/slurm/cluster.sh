@@ -26,6 +26,7 @@ bridge=gmslurm$number
 namespace=gm${number#0}-
 cable=gmv${number#0}
 if ((number)); then cable+=x; fi
+patience=300  # seconds, with what hangs: a busy machine must not come near it
 nobody=02:00:00:00:00:99  # no node has this address
 port=$((6917 + 2 * number))
 self=$(readlink -f "${BASH_SOURCE[0]}")
@@ -52,7 +53,23 @@ end() {
     rm -f "$1"
 }
 
-ready() { [[ $(timeout 3 sinfo -h -N -p main -t idle,alloc,mix -o %N | wc -l) == "$nodes" ]]; }
+# ready [NODE]: all nodes, or this one, answer and are not down
+ready() {
+    local which=() count=$nodes
+    if [[ ${1:-} ]]; then which=(-n "$1") count=1; fi
+    [[ $(timeout 30 sinfo -h -N -r -p main "${which[@]}" -t idle,alloc,mix,comp -o %N | wc -l) == "$count" ]]
+}
+
+# came_up NODE SINCE: its slurmd began then or later and is known to slurmctld, which may not have
+# missed the one before it
+came_up() {
+    local node
+    node=$(SLURM_TIME_FORMAT=%s timeout 30 scontrol --oneliner show node "$1")
+    [[ $node =~ SlurmdStartTime=([0-9]+) ]] && ((BASH_REMATCH[1] >= $2)) && ready "$1"
+}
+
+# gone NODE: none of its processes is left
+gone() { [[ ! -e /run/netns/$namespace$1 || -z $(ip netns pids "$namespace$1") ]]; }
 
 install_packages() {
     local packages=(slurmctld slurmd slurm-client munge iproute2 util-linux)
@@ -103,16 +120,17 @@ JobRequeue=1
 MinJobAge=86400
 KillWait=5
 CompleteWait=0
+MessageTimeout=30
 SlurmctldTimeout=10
-SlurmdTimeout=15
+SlurmdTimeout=30
 BatchStartTimeout=10
-UnkillableStepTimeout=15
+UnkillableStepTimeout=300
 InactiveLimit=0
 ReturnToService=2
 AccountingStorageType=accounting_storage/none
 NodeName=node[1-$nodes] NodeAddr=$network.[11-$((10 + nodes))] CPUs=$cpus RealMemory=8000
 PartitionName=main Nodes=ALL Default=YES DefaultTime=20 PriorityTier=10 PreemptMode=OFF
-PartitionName=spot Nodes=ALL DefaultTime=20 PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=spot Nodes=ALL DefaultTime=20 PriorityTier=1 PreemptMode=REQUEUE GraceTime=300
 CONF
 }
 
@@ -170,7 +188,7 @@ up() {
         ip link set $bridge up
         slurmctld -c -f "$SLURM_CONF"
         for node in $(all_nodes); do start_node "$node"; done
-        retry 30 ready || { tail -n 5 "$dir"/log/*; fail "the nodes did not come up"; }
+        retry $patience ready || { tail -n 5 "$dir"/log/*; fail "the nodes did not come up"; }
         echo "$shape" >"$dir/shape"
     fi
     echo "SLURM_CONF=$SLURM_CONF"
@@ -179,6 +197,7 @@ up() {
 down() {
     local file
     for file in "$dir"/node*.pid; do end "$file" unshare; done
+    for file in $(all_nodes); do retry $patience gone "$file" || echo "cluster: $file has processes left" >&2; done
     end "$dir/slurmctld.pid" slurmctld
     end "$dir/munged.pid" munged
     for file in $(ip netns list 2>/dev/null | grep -o "^${namespace}node[0-9]*"); do ip netns del "$file"; done
@@ -195,8 +214,16 @@ find_again() { ip -n "$namespace$1" neigh del "$(address "$2")" dev eth0; }
 case ${1:-} in
     up) up ;;
     down) down ;;
-    crash) end "$dir/$2.pid" unshare; ip link del "$cable${2#node}" ;;
-    revive) start_node "$2"; retry 30 ready || fail "$2 did not come up" ;;
+    crash)
+        end "$dir/$2.pid" unshare
+        ip link del "$cable${2#node}"
+        retry $patience gone "$2" || fail "$2 has processes left"
+        ;;
+    revive)
+        now=$(date +%s)
+        start_node "$2"
+        retry $patience came_up "$2" "$now" || fail "$2 did not come up"
+        ;;
     cut) lose "$2" "$3"; lose "$3" "$2" ;;
     mend) find_again "$2" "$3"; find_again "$3" "$2" ;;
     node-init) node_init "$2" ;;

@@ -39,7 +39,6 @@ export = "left"
 """
 
 
-@pytest.mark.timeout(900)
 def test_a_graph_is_a_set_of_jobs(cluster: Cluster):
     file, root = cluster.shared / "graph.toml", cluster.shared / "runs/graph"
     file.write_text(
