@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from grpo_megatron.files import write_atomically
 
 HERE = Path(__file__).parent
 FOLDER = str(HERE)
@@ -52,11 +54,11 @@ def command(
     )
 
 
-def start(*arguments: str) -> subprocess.Popen:
+def start(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
     """Run in the background, in a process group of its own."""
     return subprocess.Popen(
         [*COMMAND, *arguments],
-        env=_environment(),
+        env=_environment() | (environment or {}),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -69,9 +71,38 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **SECRETS}
 
 
+HELD = (f"data.reward_timeout_s={TIMEOUT_S}",)
+"""Settings of a run that is held."""
+
+
+def hold(run: Path, num_steps: int) -> dict[str, str]:
+    """Have a run wait after so many recorded steps, so that what a test does to it cannot come too
+    late; returns the environment that such a run needs. It may be held elsewhere later."""
+    file = _hold_file(run)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, str(num_steps))
+    return {"HOLD_FILE": str(file), "HOLD_METRICS": str(run / "metrics.jsonl")}
+
+
+def release(run: Path) -> None:
+    """Let a run that is held go on to its end."""
+    _hold_file(run).unlink()
+
+
+def _hold_file(run: Path) -> Path:
+    return run.with_name(f"{run.name}.hold")
+
+
 def metrics(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return _records(run / "metrics.jsonl")
+
+
+def _records(path: Path) -> list[dict]:
+    """What the whole lines of a file say: the last one may be just being written."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in lines]
 
 
 def timeless(records: list[dict]) -> list[dict]:
@@ -79,9 +110,7 @@ def timeless(records: list[dict]) -> list[dict]:
 
 
 def events(run: Path, kind: str) -> list[dict]:
-    path = run / "events.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [event for event in found if event["kind"] == kind]
+    return [event for event in _records(run / "events.jsonl") if event["kind"] == kind]
 
 
 def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
@@ -146,7 +175,11 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
 def survivors(run: Path) -> list[str]:
     """Command lines of processes that still belong to a run, by their group or arguments."""
     begun = events(run, "started") + events(run, "restarted")
-    groups = {event["pid"] for event in begun}
+    return command_lines_of(run, {event["pid"] for event in begun})
+
+
+def command_lines_of(run: Path, groups: Collection[int] = ()) -> list[str]:
+    """Of processes that are in one of the process groups, or name the run."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

@@ -164,14 +164,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole, how):
     """Its controller killed after a checkpoint, or stopped by Ctrl-C, then resumed to the end: the
     same metrics, bit for bit. Steps after the checkpoint are trained from the store."""
     run = whole.parent / how
-    process = runs.start("train", runs.RECIPE, f"runs_dir={whole.parent}", f"name={how}")
+    process = runs.start(
+        "train",
+        runs.RECIPE,
+        f"runs_dir={whole.parent}",
+        f"name={how}",
+        *runs.HELD,
+        environment=runs.hold(run, 3),
+    )
     runs.wait_for_steps(run, 3, process)
     if how == "killed":
         runs.kill(runs.role_pid(run, "controller"))
+        runs.release(run)
         code, output = runs.finish(process)
         assert code not in (0, 130), output
     else:
         process.send_signal(signal.SIGINT)
+        runs.release(run)
         code, output = runs.finish(process)
         assert code == 130, output
     assert "resume" in output
@@ -205,9 +214,12 @@ def test_a_killed_controller_loses_no_recorded_step(whole):
         "name=sampled",
         "checkpoint.interval=2",
         "rollout.deterministic=false",
+        *runs.HELD,
+        environment=runs.hold(run, 3),
     )
     runs.wait_for_steps(run, 3, process)
     runs.kill(runs.role_pid(run, "controller"))
+    runs.release(run)
     code, output = runs.finish(process)
     assert code not in (0, 130), output
     assert runs.no_survivors(run)

@@ -21,3 +21,9 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
     yield Cluster(shared)
     if not os.environ.get("CLUSTER_KEEP"):
         subprocess.run([CLUSTER, "down"], check=True)
+
+
+@pytest.fixture(autouse=True)
+def _idle(cluster: Cluster) -> None:
+    """Every test begins with four nodes that have nothing to do."""
+    cluster.make_idle()

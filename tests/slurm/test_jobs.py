@@ -49,15 +49,18 @@ def test_a_run_is_a_job(cluster, whole):
     assert "trainer-1.log" in cluster.command("logs", str(whole)).stdout
 
 
+NOTICED = "notice: checkpoint, then requeue"
 HETJOB = {"ROLLOUT_PARTITION": "main"}  # the rollout nodes are a component of their own
 
 
 @pytest.mark.parametrize("form", [{}, HETJOB], ids=["allocation", "hetjob"])
 def test_notice_then_checkpoint_requeue_and_resume(cluster, whole, form):
     """USR1, as Slurm sends it before the time limit."""
-    job, run = cluster.submit(f"noticed-{len(form)}", **form)
+    job, run = cluster.submit(f"noticed-{len(form)}", hold_after=3, **form)
     cluster.wait_for_steps(run, 3, job)
-    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    cluster.ask("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait_for_words(run, NOTICED)
+    runs.release(run)
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
     assert (run / "logs/latest").readlink() == Path(f"{job}.1")
@@ -67,9 +70,11 @@ def test_notice_then_checkpoint_requeue_and_resume(cluster, whole, form):
 
 
 def test_a_requeue_without_notice_trains_recorded_steps_again(cluster, whole):
-    job, run = cluster.submit("requeued", "checkpoint.interval=4")
+    job, run = cluster.submit("requeued", "checkpoint.interval=4", hold_after=3)
     cluster.wait_for_steps(run, 3, job)  # recorded, in no checkpoint
-    cluster.run("scontrol", "requeue", job)
+    cluster.ask("scontrol", "requeue", job)
+    cluster.start_again(job)
+    runs.release(run)
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
     assert same_metrics(run, whole)
@@ -83,9 +88,11 @@ def test_a_notice_in_the_first_second_is_not_lost(cluster, whole, moment):
     job, run = cluster.submit(f"early-{early}", ACTIVATE_S="3" if early else "0")
     log = run / f"logs/slurm-{job}.out"
     cluster.wait_until(job, JobState="RUNNING")
+    deadline = time.monotonic() + TIMEOUT_S
     while not early and "grpo-megatron" not in (log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline, cluster.job(job)
         time.sleep(0.01)
-    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    cluster.ask("scancel", "--batch", "--signal=USR1", job)
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
     assert "notice" in cluster.output(run)
@@ -93,19 +100,25 @@ def test_a_notice_in_the_first_second_is_not_lost(cluster, whole, moment):
 
 
 def test_the_time_limit_is_no_end(cluster):
-    """Slurm's own notice, at most a minute earlier than asked for, again and again.
+    """Slurm's own notice, at most a minute earlier than asked for.
 
-    More steps than any machine takes in a limit: the second attempt is looked at, then cancelled.
+    The limit is set once there are steps, however long the machine took to get there. More steps
+    than any takes in a limit: the second attempt is looked at, then cancelled.
     """
     job, run = cluster.submit(
-        "limited", "num_steps=5000", "checkpoint.interval=0", TIME_LIMIT="2", NOTICE_S="30"
+        "limited", "num_steps=5000", "checkpoint.interval=0", TIME_LIMIT="50", NOTICE_S="30"
     )
+    cluster.wait_for_steps(run, 1, job)
+    state = cluster.job(job)
+    assert state["TimeLimit"] == "00:50:00"
+    hours, minutes, _ = map(int, state["RunTime"].split(":"))
+    cluster.ask("scontrol", "update", f"jobid={job}", f"timelimit={60 * hours + minutes + 2}")
     cluster.wait_until(job, Restarts="1")
+    cluster.ask("scontrol", "update", f"jobid={job}", "timelimit=50")
     saved = last_checkpoint(run)
     cluster.wait_for_steps(run, saved + 1, job)
     assert cluster.command("cancel", str(run)).returncode == 0
     state = cluster.wait(job)
-    assert state["TimeLimit"] == "00:02:00"
     assert state["ExitCode"] == "130:0", cluster.output(run)
     said = cluster.output(run)
     assert "notice" in said and f"resumed after step {saved}" in said
@@ -113,24 +126,27 @@ def test_the_time_limit_is_no_end(cluster):
     assert steps == list(range(len(steps)))
 
 
-def preempt(cluster: Cluster) -> None:
-    """A job of a better partition needs all nodes."""
-    urgent = cluster.run(
+def preempt(cluster: Cluster, run: Path, times: int = 1) -> None:
+    """A job of a better partition needs all nodes. The run, which is held, goes on when it has been
+    told so, `times` times by now."""
+    urgent = cluster.ask(
         "sbatch",
         "--parsable",
         "--partition=main",
         "--nodes=4",
         "--exclusive",
         "--wrap=srun sleep 1",
-    ).stdout.strip()
+    ).strip()
+    cluster.wait_for_words(run, NOTICED, times)
+    runs.release(run)
     assert cluster.wait(urgent)["JobState"] == "COMPLETED"
 
 
 def test_preemption_then_checkpoint_and_resume(cluster, whole):
     """By a job that needs the nodes of one in the spot partition."""
-    job, run = cluster.submit("preempted", PARTITION="spot")
+    job, run = cluster.submit("preempted", PARTITION="spot", hold_after=2)
     cluster.wait_for_steps(run, 2, job)
-    preempt(cluster)
+    preempt(cluster, run)
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
     assert "stopped after" in cluster.output(run) and "resumed after step" in cluster.output(run)
@@ -139,11 +155,12 @@ def test_preemption_then_checkpoint_and_resume(cluster, whole):
 
 def test_preempted_twice_in_a_row(cluster, whole):
     """The second time before anything of the second attempt is trained."""
-    job, run = cluster.submit("preempted-twice", PARTITION="spot")
+    job, run = cluster.submit("preempted-twice", PARTITION="spot", hold_after=2)
     cluster.wait_for_steps(run, 2, job)
-    preempt(cluster)
+    preempt(cluster, run)
+    runs.hold(run, 0)
     cluster.start_again(job)
-    preempt(cluster)
+    preempt(cluster, run, times=2)
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), cluster.output(run)
     assert same_metrics(run, whole)
@@ -152,29 +169,33 @@ def test_preempted_twice_in_a_row(cluster, whole):
 
 def test_a_drained_node_is_left_with_the_next_attempt(cluster, whole):
     """What runs there goes on; a job that is requeued gets other nodes."""
-    job, run = cluster.submit("drained")
+    job, run = cluster.submit("drained", hold_after=2)
     cluster.wait_for_steps(run, 2, job)
     nodes = cluster.job(job)["NodeList"]
-    cluster.run("scontrol", "update", "nodename=node2", "state=drain", "reason=test")
+    cluster.ask("scontrol", "update", "nodename=node2", "state=drain", "reason=test")
     try:
+        runs.hold(run, 3)
         cluster.wait_for_steps(run, 3, job)
         assert cluster.job(job)["Restarts"] == "0"
-        cluster.run("scontrol", "requeue", job)
+        cluster.ask("scontrol", "requeue", job)
+        cluster.start_again(job)
+        runs.release(run)
         state = cluster.wait(job)
     finally:
-        cluster.run("scontrol", "update", "nodename=node2", "state=resume")
+        cluster.ask("scontrol", "update", "nodename=node2", "state=resume")
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
     assert nodes == "node[1-3]" and state["NodeList"] == "node[1,3-4]"
-    assert runs.timeless(runs.metrics(run)) == runs.timeless(runs.metrics(whole))
+    assert same_metrics(run, whole)
 
 
 @pytest.mark.parametrize("node", ["node1", "node2", "node3"])
 def test_a_rebooted_node_costs_no_recorded_step(cluster, whole, node):
     """It is back before Slurm has missed it: then the job may end by the process that it has lost,
     with its name, and is resumed."""
-    job, run = cluster.submit(f"rebooted-{node}")
+    job, run = cluster.submit(f"rebooted-{node}", hold_after=3)
     cluster.wait_for_steps(run, 3, job)
     subprocess.run([CLUSTER, "crash", node], check=True)
+    runs.release(run)
     subprocess.run([CLUSTER, "revive", node], check=True)
     state = cluster.wait(job)
     if state["JobState"] == "FAILED":
@@ -225,19 +246,19 @@ def test_a_network_that_is_parted_for_a_while_costs_nothing(cluster, whole):
 def test_a_network_that_stays_parted_ends_the_attempt_with_a_name(cluster, whole):
     """By the watch over what hangs: a connection that is silent is open. A node that is not reached
     is one for Slurm to judge; the next attempt is the run without the fault."""
-    job, run = cluster.submit("parted-for-good", "watch.kill_after_s=10", "rollout.max_restarts=0")
+    job, run = cluster.submit(
+        "parted-for-good", "watch.kill_after_s=10", "rollout.max_restarts=0", hold_after=3
+    )
     cluster.wait_for_steps(run, 3, job)
     cut("node3")
-    deadline = time.monotonic() + TIMEOUT_S
+    runs.release(run)
     try:
-        while "a node does not answer; Slurm will requeue the job" not in cluster.output(run):
-            assert time.monotonic() < deadline, cluster.output(run)
-            time.sleep(0.5)
+        cluster.wait_for_words(run, "a node does not answer; Slurm will requeue the job")
     finally:
         mend("node3")
     said = cluster.output(run)
     assert "has made no progress" in said and "remedy" in said
-    cluster.run("scontrol", "requeue", job)
+    cluster.ask("scontrol", "requeue", job)
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
     assert same_metrics(run, whole)
@@ -254,25 +275,37 @@ def test_a_network_that_stays_parted_ends_the_attempt_with_a_name(cluster, whole
     ],
 )
 def test_a_crashed_node_costs_no_recorded_step(cluster, whole, node, form):
-    job, run = cluster.submit(f"crashed-{node}-{len(form)}", **form)
+    job, run = cluster.submit(f"crashed-{node}-{len(form)}", hold_after=3, **form)
     cluster.wait_for_steps(run, 3, job)
     subprocess.run([CLUSTER, "crash", node], check=True)
+    runs.release(run)
     try:
         cluster.wait_until(job, Restarts="1")
         state = cluster.wait(job)
     finally:
         subprocess.run([CLUSTER, "revive", node], check=True)
     assert state["JobState"] == "COMPLETED", cluster.output(run)
-    assert node not in state["NodeList"]
+    assert all(node not in nodes_of(part) for part in cluster.parts(job))
     assert same_metrics(run, whole)
+
+
+def nodes_of(part: dict[str, str]) -> list[str]:
+    named = subprocess.run(
+        ["scontrol", "show", "hostnames", part["NodeList"]],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return named.stdout.split()
 
 
 def test_training_begins_again_in_the_job_when_a_rank_is_killed(cluster, whole):
     """Trainer, controller and worker are new steps; the server's stays."""
-    job, run = cluster.submit("killed-rank")
+    job, run = cluster.submit("killed-rank", hold_after=3)
     cluster.wait_for_steps(run, 3, job)
     servers = processes(run, "rollout.serve")
     runs.kill(processes(run, "trainer.trainer_rank")[-1])
+    runs.release(run)
     wait_for_event(run, "restarted")
     assert processes(run, "rollout.serve") == servers
     state = cluster.wait(job)
@@ -318,7 +351,7 @@ def test_a_dead_trainer_fails_the_job(cluster):
     job, run = cluster.submit("no-trainer", "num_steps=5000", "trainer.max_restarts=0")
     cluster.wait_for_steps(run, 1, job)
     runs.kill(processes(run, "trainer.trainer_rank")[-1])
-    state = cluster.wait(job, timeout_s=15)
+    state = cluster.wait(job)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "6:0")
     assert "ended with exit code 137" in cluster.output(run)
     assert not all_gone(run)
@@ -347,11 +380,17 @@ def test_dead_servers_are_named_until_the_last(cluster):
     )
     for pid in processes(run, "rollout.serve"):
         runs.kill(pid)
-    state = cluster.wait(job, timeout_s=15)
+    state = cluster.wait(job)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "5:0")
     assert "the last rollout server died" in cluster.output(run)
     assert "rollout-" in cluster.output(run).rsplit("the last rollout server died", 1)[1]
     assert not all_gone(run)
+
+
+def index_of(server: int, run: Path) -> str:
+    """The number of a server among those of its run, which is in its command line."""
+    words = Path(f"/proc/{server}/cmdline").read_text().split("\0")
+    return words[words.index(str(run)) + 2]
 
 
 def test_what_is_stopped_is_seen_on_its_node_and_servers_come_back(cluster):
@@ -362,7 +401,6 @@ def test_what_is_stopped_is_seen_on_its_node_and_servers_come_back(cluster):
         "placement.trainer_nodes=1",
         "placement.rollout_nodes=2",
         "rollout.num_replicas=2",
-        "watch.silent_s=15",
         "watch.replace_after_s=1",
         "watch.kill_after_s=1",
         "trainer.max_restarts=0",
@@ -372,14 +410,14 @@ def test_what_is_stopped_is_seen_on_its_node_and_servers_come_back(cluster):
     for role in ("controller", "trainer-1", "rollout-0", "rollout-1", "worker-1"):
         assert f"\n  {role} " in status
     server, *_ = processes(run, "rollout.serve")
+    role = f"rollout-{index_of(server, run)}"
     os.kill(server, signal.SIGSTOP)
-    hung = wait_for_event(run, "hung")
-    assert hung["cause"] == "stopped" and hung["role"].startswith("rollout-")
+    assert wait_for_event(run, "hung", role)["cause"] == "stopped"
     for kind in ("died", "restarted", "joined"):
-        assert wait_for_event(run, kind)["role"] == hung["role"]
+        wait_for_event(run, kind, role)
     cluster.wait_for_steps(run, len(runs.metrics(run)) + 3, job)
     os.kill(processes(run, "trainer.trainer_rank")[-1], signal.SIGSTOP)
-    state = cluster.wait(job, timeout_s=120)
+    state = cluster.wait(job)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "6:0")
     assert "has given no sign of life" in cluster.output(run)
     assert "it is stopped" in cluster.output(run)
@@ -423,19 +461,24 @@ def test_servers_of_environments_have_nodes_of_their_own(cluster, form):
     assert not all_gone(run)
 
 
-def wait_for_event(run: Path, kind: str) -> dict:
+def wait_for_event(run: Path, kind: str, role: str = "") -> dict:
+    """The first event of that kind, of that role where one is given."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not runs.events(run, kind):
-        assert time.monotonic() < deadline, f"no event {kind}"
+    while True:
+        for event in runs.events(run, kind):
+            if role in ("", event["role"]):
+                return event
+        assert time.monotonic() < deadline, f"no event {kind} {role}"
         time.sleep(0.1)
-    return runs.events(run, kind)[0]
 
 
 def test_cancel_keeps_the_last_step_and_resume_submits_again(cluster, whole):
     """As a hetjob."""
-    job, run = cluster.submit("cancelled", ROLLOUT_PARTITION="main")
+    job, run = cluster.submit("cancelled", ROLLOUT_PARTITION="main", hold_after=2)
     cluster.wait_for_steps(run, 2, job)
     assert cluster.command("cancel", str(run)).returncode == 0
+    cluster.wait_for_words(run, "checkpoint, then stop")
+    runs.release(run)
     state = cluster.wait(job)
     assert state["JobState"] == "FAILED" and state["ExitCode"] == "130:0"
     assert len(runs.metrics(run)) == last_checkpoint(run)
