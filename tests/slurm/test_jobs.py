@@ -387,10 +387,10 @@ def test_dead_servers_are_named_until_the_last(cluster):
     assert not all_gone(run)
 
 
-def index_of(server: int, run: Path) -> str:
-    """The number of a server among those of its run, which is in its command line."""
-    words = Path(f"/proc/{server}/cmdline").read_text().split("\0")
-    return words[words.index(str(run)) + 2]
+def role_of(process: int) -> str:
+    """The role of a process: the name of its step."""
+    variables = Path(f"/proc/{process}/environ").read_text().split("\0")
+    return dict(line.split("=", 1) for line in variables if "=" in line)["SLURM_JOB_NAME"]
 
 
 def test_what_is_stopped_is_seen_on_its_node_and_servers_come_back(cluster):
@@ -410,7 +410,7 @@ def test_what_is_stopped_is_seen_on_its_node_and_servers_come_back(cluster):
     for role in ("controller", "trainer-1", "rollout-0", "rollout-1", "worker-1"):
         assert f"\n  {role} " in status
     server, *_ = processes(run, "rollout.serve")
-    role = f"rollout-{index_of(server, run)}"
+    role = role_of(server)
     os.kill(server, signal.SIGSTOP)
     assert wait_for_event(run, "hung", role)["cause"] == "stopped"
     for kind in ("died", "restarted", "joined"):
