@@ -61,8 +61,7 @@ from grpo_megatron.weights.transfer import listening_store
 
 
 def main(recipe: str = "rl_loop.toml", *overrides: str) -> None:
-    resolved = resolve(recipe, overrides)
-    asyncio.run(train(resolved))
+    asyncio.run(train(resolve(recipe, overrides)))
 
 
 async def train(resolved: ResolvedConfig) -> None:
@@ -245,6 +244,7 @@ def show(step: int, scored: list[Any], stats: Stats) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        os.chdir(Path(__file__).parent)  # of the recipe, and of the reward that it names
     main(*sys.argv[1:])
-    sys.stdout.flush()
     os._exit(0)  # threads of libraries must not delay the end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,22 @@ def test_its_three_steps_are_those_of_the_real_loop(tmp_path, seed):
         assert step["grad/norm"] > 0
         for name, value in step.items():
             assert value == pytest.approx(record[name], rel=1e-6, abs=1e-9), name
+
+
+def test_it_runs_without_arguments_from_anywhere(tmp_path):
+    examples = tmp_path / "examples"
+    shutil.copytree(EXAMPLES, examples, ignore=shutil.ignore_patterns("runs"))
+    done = subprocess.run(
+        [sys.executable, str(examples / "rl_loop.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=runs.TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    assert (examples / "runs").is_dir()
 
 
 def test_the_file_is_short():
