@@ -10,19 +10,22 @@ from typing import Any
 import pytest
 
 from grpo_megatron import assets
+from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.resolve import resolve
 
 pytestmark = pytest.mark.trace
 
 
-def different_recipes() -> list[str]:
-    """Recipes that train, one of those with the same model, layout, lengths and kind."""
+def different_recipes(*, with_images: bool) -> list[str]:
+    """Recipes that train a model that sees, or one that does not, one of those with the same model,
+    layout, lengths and kind."""
     found: dict[str, str] = {}
     for name in assets.names(assets.root() / "recipes"):
         if name.startswith("graphs/"):
             continue
         config = resolve(name).config
-        if not config.trains:
+        sees_images = "vision_config" in configuration_of(config.model)[0]
+        if not config.trains or sees_images != with_images:
             continue
         what = [
             config.kind,
@@ -36,16 +39,20 @@ def different_recipes() -> list[str]:
     return list(found.values())
 
 
-def traced(*arguments: str) -> tuple[int, dict[str, Any], str]:
+def trace(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "grpo_megatron.cli.main", "plan", *arguments]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "--trace", "--json"], capture_output=True, text=True, check=False
     )
+
+
+def traced(*arguments: str) -> tuple[int, dict[str, Any], str]:
+    done = trace(*arguments)
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", different_recipes())
+@pytest.mark.parametrize("name", different_recipes(with_images=False))
 def test_the_plan_of_a_recipe_is_what_its_trainer_does(name):
     code, found, error = traced(name)
     wrong = {}
@@ -54,3 +61,10 @@ def test_the_plan_of_a_recipe_is_what_its_trainer_does(name):
     assert not any(wrong.values()), wrong
     assert code == 0, error
     assert found["agrees"]
+
+
+@pytest.mark.parametrize("name", different_recipes(with_images=True))
+def test_a_model_that_sees_is_refused(name):
+    done = trace(name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "a trace knows no images" in done.stderr
