@@ -92,6 +92,12 @@ def test_quartiles_are_those_of_the_batch_at_first():
     assert kept_by_group(groups_case([0.0, 0.25, 0.75, 1.0])) == [4, 4, 3, 2]
 
 
+def test_parts_of_a_subset_are_rounded_up():
+    """Of 3 samples the easiest quarter keeps 1.5, the next one 2.25."""
+    case = groups_case([0.0, 0.25, 0.75, 1.0])
+    assert kept_by_group(case, ["subset_size=3"]) == [3, 3, 3, 2]
+
+
 def test_quartiles_are_those_of_the_run():
     """Among many hard groups before, one of a quarter right is easy."""
     hard_before = {"all": [0.0] * 40}

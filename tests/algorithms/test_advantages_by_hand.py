@@ -11,14 +11,22 @@ import pytest
 import torch
 
 from grpo_megatron.algorithms import batch as batch_module
+from grpo_megatron.algorithms.advantages.after import whiten
+from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS
 from grpo_megatron.algorithms.advantages.estimators import turn_index
 from grpo_megatron.algorithms.advantages.pipeline import (
     advantages_of,
     needed_columns,
     select,
 )
-from grpo_megatron.algorithms.aggregation import Lengths, lambda_grpo, loss_constants, token_weights
-from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.aggregation import (
+    AGGREGATIONS,
+    Lengths,
+    lambda_grpo,
+    loss_constants,
+    token_weights,
+)
+from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.case import parse_case
 from grpo_megatron.algorithms.evaluate import evaluate
 from grpo_megatron.algorithms.groups import Groups
@@ -52,6 +60,13 @@ def test_maxrl_of_an_all_wrong_group_is_zero():
     assert found == [0, 0]
 
 
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo", "opo"])
+def test_rewards_that_differ_by_rounding_only_leave_no_advantage(preset):
+    """A deviation would make one of the smallest differences, a baseline leave a rest."""
+    assert advantages(preset, *EXACT, **group([0.1 + 0.2, 0.3])) == [0, 0]
+    assert advantages(preset, *EXACT, **group([0.1] * 3, [1, 2, 3])) == [0] * 3
+
+
 def test_the_raw_deviation_of_a_global_scope_counts_dropped_rewards_of_all_domains():
     case = {
         "rewards": [1, 0, 1, 0],
@@ -65,10 +80,31 @@ def test_the_raw_deviation_of_a_global_scope_counts_dropped_rewards_of_all_domai
     assert found == pytest.approx([0.5 / std, -0.5 / std] * 2)
 
 
+def test_the_raw_deviation_is_of_samples_with_a_reward():
+    found = advantages("lite_ppo", *EXACT, **group([1, 0, NAN]))
+    assert found == pytest.approx([1, -1, 0])
+
+
+def test_a_skipped_component_leaves_the_others_theirs():
+    """One component of the third sample was skipped: the first two are compared without it."""
+    components = {"a": [1, 0, NAN], "b": [0, 0, 3]}
+    found = advantages("mo_grpo", *EXACT, **group([1, 0, 3]), components=components)
+    low, high = -1 / math.sqrt(2), math.sqrt(2)
+    assert found == pytest.approx([1 + low, -1 + low, high])
+
+
 def test_pkpo_without_a_larger_set_to_compare_with_is_zero():
     overrides = ("advantage=pkpo", "advantage_std=none", "passk_k=2")
     assert advantages("grpo", *overrides, **group([1, 0])) == [0, 0]
+    assert advantages("grpo", *overrides, **group([0, 0])) == [0, 0]
     assert any(advantages("grpo", *overrides, **group([1, 0, 0])))
+
+
+def test_pkpo_without_a_baseline_is_the_reward_of_the_only_set():
+    overrides = ("advantage=pkpo", "advantage_std=none", "passk_k=2", "pkpo_baseline=false")
+    assert advantages("grpo", *overrides, **group([1, 0])) == [1, 1]
+    assert advantages("grpo", *overrides, **group([0, 0])) == [0, 0]
+    assert advantages("grpo", *overrides, **group([1])) == [0]
 
 
 def test_pkpo_is_the_reward_of_sets_with_a_sample_less_that_of_sets_without_it():
@@ -112,6 +148,24 @@ def test_pools_of_right_and_wrong_samples_are_joined_on_request():
 def test_samples_without_steps_or_turns_are_refused(preset, missing):
     with pytest.raises(DataError, match=f"the samples have no {missing}"):
         evaluated(preset, ["kl=none", "kl_beta=0"], **group([1, 0]))
+
+
+def test_steps_come_before_turns_in_process_supervision():
+    turns = parse_case(TURNS).batch
+    steps = Events(torch.tensor([0, 1]), torch.tensor([3, 1]), torch.tensor([0.0, 2.0]).double())
+    objective = Objective(load_objective("deepseekmath_process", EXACT)[0])
+    found = advantages_of(objective, replace(turns, events=steps))
+    assert found.values.tolist() == [-1, -1, -1, -1, 1, 1]
+
+
+@pytest.mark.parametrize("preset", ["gagpo", "gigpo"])
+def test_the_order_in_which_turns_are_told_does_not_matter(preset):
+    batch = parse_case(TURNS).batch
+    objective = Objective(load_objective(preset, [])[0])
+    expected = advantages_of(objective, batch)
+    found = advantages_of(objective, replace(batch, turns=batch.turns[torch.tensor([2, 1, 0])]))
+    assert bool(expected.values.any())
+    assert torch.equal(found.values, expected.values)
 
 
 def test_gagpo_discounts_by_both_factors():
@@ -189,6 +243,34 @@ def test_conflicts_are_decided_by_the_sign_and_weighed_by_the_advantage():
     assert found[2] == pytest.approx([0, worst])
     limited = advantages("gtpo_conflict", *base, "conflict_entropy_limit=0.25", **CONFLICT)
     assert limited[:2] == found[:2] and limited[2] == [0, 0]
+
+
+def test_a_sample_at_the_entropy_limit_is_within_it():
+    case = group([1, 0], token_ids=[[1], [2]], entropies=[[0.25], [0.25]])
+    overrides = ("advantage_std=none", "conflict_entropy_weight=0", "conflict_entropy_limit=0.25")
+    assert advantages("gtpo_conflict", *overrides, **case) == [[0.5], [-0.5]]
+
+
+def test_a_sample_without_an_advantage_is_in_no_conflict():
+    """The middle one begins as the best one does, which the worst one does not."""
+    case = group(
+        [2, 1, 0],
+        [2, 2, 2],
+        token_ids=[[1, 5], [1, 6], [2, 7]],
+        entropies=[[0.0, 0.0]] * 3,
+    )
+    overrides = ("advantage_std=none", "conflict_weight=2.0", "conflict_entropy_limit=9")
+    found = advantages("gtpo_conflict", *overrides, **case)
+    assert found == [[1, 1], [0, 0], [-1, -1]]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_whitening_leaves_samples_without_a_reward_at_zero(per_token):
+    config, _ = load_objective("reinforce_pp", EXACT)
+    batch = parse_case(group([3, 1, NAN])).batch
+    values = torch.tensor([3.0, 1.0, 0.0], dtype=torch.float64)
+    found = whiten(config, batch, values, batch.valid, per_token=per_token)
+    assert found.tolist() == [1, -1, 0]
 
 
 def test_a_group_of_negative_advantages_is_compared_too():
@@ -294,6 +376,14 @@ def test_only_the_most_successful_groups_pay_for_length(first):
     assert [0 < a < 1 for a in found] == [*of_other, *of_leader]
 
 
+def test_a_length_switch_gives_no_reward_to_samples_without_one():
+    batch = parse_case(group([1, 0, NAN])).batch
+    config, _ = load_objective("grpo_lambda_length", ["length_switch_fraction=0"])
+    shaped = REWARD_SHAPINGS["length_switch"](config, batch, Groups(batch.group_ids, batch.valid))
+    assert shaped[:2].tolist() == [1, 0]
+    assert math.isnan(shaped[2])
+
+
 def test_a_group_without_a_right_answer_does_not_lead():
     case = {
         "rewards": [0, 0, NAN, NAN, 1, 1],
@@ -394,6 +484,21 @@ def test_one_token_weighs_one():
         assert token_weights(config, lengths, np.array([0])).tolist() == [[1.0], [0.0]]
     config = ObjectiveConfig(preset="lambda_grpo")
     assert token_weights(config, lengths, np.array([0]))[0].tolist() == [1.0]
+
+
+def test_the_mean_over_prompts_gives_each_prompt_the_same():
+    """Prompts of 4 and of 2 tokens weigh one half each."""
+    lengths = Lengths(np.array([1, 3, 2]), np.array([7, 7, 9]), 1)
+    config = ObjectiveConfig(preset="grpo", aggregation="prompt_mean")
+    weights, _ = token_weights(config, lengths, np.zeros(3, np.int64))
+    assert weights.tolist() == [1 / 8, 1 / 8, 1 / 4]
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_empty_responses_have_finite_weights(aggregation):
+    config = ObjectiveConfig(preset="grpo", aggregation=aggregation)
+    lengths = Lengths(np.array([0, 2, 0]), np.array([0, 0, 1]), 8)
+    assert np.isfinite(token_weights(config, lengths, np.zeros(3, np.int64))).all()
 
 
 def test_lambda_grpo_bounds_its_base_and_leaves_equal_lengths_alone():
