@@ -178,6 +178,16 @@ def test_dppo_by_the_divergence_of_the_token():
     same(down["grad_logprobs"], [[1.2 / 3, 1.6 / 3, 0]])
 
 
+def test_dppo_measures_from_the_old_policy():
+    """From 0.2 to 0.01 the divergence is 0.44, the other way it is 0.16."""
+    assert kl_of_two(0.01, 0.2) < 0.3 < kl_of_two(0.2, 0.01)
+    settings = ["clip=dppo_kl", "clip_low=0.3", "clip_high=0.3", "proximal=recompute"]
+    fallen = of_probabilities([[0.01]], [[0.2]], [-1.0])
+    same(evaluated("dppo", settings, **fallen)["grad_logprobs"], [[0]])
+    risen = of_probabilities([[0.2]], [[0.01]], [1.0])
+    same(evaluated("dppo", settings, **risen)["grad_logprobs"], [[-20.0]])
+
+
 def test_dppo_holds_the_policy_to_the_engine():
     """By default: the old policy is the one that sampled."""
     case = of_probabilities([[0.9]], [[0.85]], [1.0], rollout_logprobs=[[math.log(0.5)]])
@@ -231,6 +241,15 @@ def test_vespo_is_reinforce_on_policy_and_vanishes_far_away():
     very_likely_now = of_probabilities([[0.9, 0.9]], [[1e-3, 1e-3]], [1.0])
     gradient = evaluated("vespo", ["proximal=recompute"], **very_likely_now)["grad_logprobs"]
     same(gradient, [[0, 0]])
+
+
+def test_vespo_counts_the_ratio_of_a_sequence_as_a_hundred_millionth_at_least():
+    """The weight of a ratio W is `W^0.1 e^(1 - W)` here; that of e^-20 is the one of 1e-8."""
+    settings = ["proximal=recompute", "vespo_k_negative=0.1", "vespo_lambda_negative=1"]
+    half = of_probabilities([[0.25]], [[0.5]], [-1.0])
+    same(evaluated("vespo", settings, **half)["grad_logprobs"], [[0.5**0.1 * math.exp(0.5)]])
+    tiny = of_probabilities([[0.5 * math.exp(-20)]], [[0.5]], [-1.0])
+    same(evaluated("vespo", settings, **tiny)["grad_logprobs"], [[1e-8**0.1 * math.exp(1 - 1e-8)]])
 
 
 def test_luspo_is_gspo_times_the_length():

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from grpo_megatron.algorithms import ratios
-from grpo_megatron.algorithms.batch import ClipInputs, LossBatch
+from grpo_megatron.algorithms.batch import ClipInputs, LossBatch, MismatchInputs
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.terms import (
     CLIPS,
+    KL,
     clip_status,
     follows_recorded_clips,
     gmpo_clip,
@@ -94,6 +95,16 @@ def test_the_mean_of_token_ratios_is_the_ratio_of_a_sample():
     assert loss == pytest.approx(-(2.0 + 2.0 + 0.5))
     assert metrics["ratio/mean"] == pytest.approx((2.0 + 2.0 + 0.5) / 3)
     assert metrics["ratio/max"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("ratio", ["sequence_product", "prefix_min"])
+def test_a_product_of_many_ratios_stays_finite(ratio):
+    """100 tokens that are e^10 times as likely, or as unlikely: e^1000 would overflow."""
+    far = torch.full((100,), 10.0)
+    sample, counts = torch.zeros(100, dtype=torch.int64), torch.tensor([100])
+    for log_ratio in (far, -far):
+        found = ratios.RATIOS[ratio](2 * log_ratio, sample, counts)
+        assert found.abs().max() == ratios.MAX_LOG_RATIO
 
 
 RATIOS = [0.5, 0.5, 0.9, 1.2, 1.6, 1.6, 4.0]
@@ -274,6 +285,23 @@ def test_bounds_of_a_mismatch_belong_to_what_is_kept():
         assert metrics["weight/square"] == pytest.approx(4.25 / 4)
 
 
+def test_a_geometric_mask_looks_at_the_mean_of_a_sample():
+    """The product of its rho is 4, their geometric mean is 2: within the bounds."""
+    batch = micro_batch([1.0] * 2, [1.0] * 2, [2], rollout_logprobs=double(-2 * LN2, -2 * LN2))
+    _, gradient, _ = loss_of(
+        batch, "mismatch=geometric_mask", "mismatch_min=0.5", "mismatch_max=2.5", "clip=none"
+    )
+    assert gradient == pytest.approx([-2.0, -2.0])
+
+
+def test_mismatch_weights_have_no_gradient():
+    """Also where the old log-probs are those of the policy itself."""
+    config, _ = load_objective("grpo", ["mismatch=tis"])
+    logprobs = double(-1.0, -2.0).requires_grad_()
+    inputs = MismatchInputs(logprobs, double(-1.5, -1.5), torch.tensor([0, 0]), torch.tensor([2]))
+    assert not ratios.mismatch_weights(config, inputs).requires_grad
+
+
 def test_a_rejected_sample_stays_rejected_beside_a_mismatch_weight():
     batch = micro_batch([1.0, 1.0], [-1.0, -1.0], rollout_logprobs=double(0.0, -LN2 - LN2))
     _, gradient, metrics = loss_of(
@@ -375,6 +403,26 @@ def test_displacement_is_held_against_answers_that_are_not_wrong():
     assert loss - plain == pytest.approx(0.1 * (LN2 + 2 * LN2 + LN2))
     together = micro_batch([0.5, 4.0], [1.0, 1.0], [2])  # its sum rose
     assert loss_of(together, "llds_weight=0.1")[0] == pytest.approx(loss_of(together)[0])
+
+
+def test_nothing_is_displaced_on_policy():
+    batch = micro_batch([1.0, 1.0], [1.0, 0.0])
+    assert loss_of(batch, "llds_weight=0.1")[:2] == loss_of(batch)[:2]
+
+
+@pytest.mark.parametrize("name", ["k2", "k3", "is_k2", "is_k3"])
+def test_a_far_reference_has_a_finite_divergence_without_gradient(name):
+    """In fp32, where `e^100` would be infinite."""
+    logprobs = torch.tensor([-101.0, -1.0], requires_grad=True)
+    reference = torch.tensor([-1.0, -101.0])
+    divergence = KL[name](logprobs, reference, torch.zeros(2))
+    far = ratios.MAX_LOG_RATIO
+    expected = [far**2 / 2] * 2
+    if name.endswith("k3"):
+        expected = [math.exp(far) - 1 - far, math.exp(-far) - 1 + far]
+    assert divergence.tolist() == pytest.approx(expected)
+    divergence.sum().backward()
+    assert logprobs.grad.tolist() == [0, 0]
 
 
 def test_absolute_terms_and_the_slope_of_lambda_are_sums():
