@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of, needed_columns
 from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
 from grpo_megatron.algorithms.case import parse_case, read_case
+from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.config.loader import load_objective
 from grpo_megatron.config.objective import PRESETS
@@ -82,6 +84,20 @@ def test_nothing_is_ever_nan(preset, edge):
     assert np.isfinite(flat(found["advantages"])).all()
     numbers = [v for v in found["metrics"].values() if v is not None]
     assert np.isfinite(numbers).all()
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_a_sample_without_a_reward_has_no_advantage(name):
+    """Already behind the estimator: what follows counts on it."""
+    parsed = parse_case(variant(rewards=[1, 0, float("nan"), 0], group_ids=[0] * 4))
+    config, _ = load_objective("grpo", [], parsed.domains)
+    config = config.model_copy(update={"advantage": name, "passk_k": 2})
+    batch = parsed.batch
+    found = ESTIMATORS[name](config, batch, Groups(batch.group_ids, batch.valid))
+    if len(found) > len(batch):
+        found = batch.sums(found.abs())
+    assert found[2] == 0
+    assert bool(found.any())
 
 
 def test_defined_results_and_counts():

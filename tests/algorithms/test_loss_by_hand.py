@@ -405,6 +405,16 @@ def test_displacement_is_held_against_answers_that_are_not_wrong():
     assert loss_of(together, "llds_weight=0.1")[0] == pytest.approx(loss_of(together)[0])
 
 
+def test_a_spoilt_token_is_in_no_part_of_the_loss():
+    """Nor in its likelihood, nor in the slope of lambda."""
+    more = {"positive_weights": double(0.5, 0.5), "weight_slopes": double(1.0, 1.0)}
+    batch = micro_batch([2.0, 1.0], [1.0, 3.0], spoilt=torch.tensor([True, False]), **more)
+    loss, gradient, metrics = loss_of(batch, "clip=none")
+    assert loss == pytest.approx(-3.0 + 0.5 * LN2)
+    assert gradient == pytest.approx([0.0, -3.0 - 0.5])
+    assert metrics["lambda/gradient"] == pytest.approx(-3.0)
+
+
 def test_nothing_is_displaced_on_policy():
     batch = micro_batch([1.0, 1.0], [1.0, 0.0])
     assert loss_of(batch, "llds_weight=0.1")[:2] == loss_of(batch)[:2]
