@@ -115,6 +115,26 @@ def test_nothing_is_shared_where_samples_fill_fewer_micro_batches_by_themselves(
     assert sum(paths.count_tokens(rows) for rows in plan[0]) == paths.totals.sum()
 
 
+def test_nothing_is_shared_either_beside_a_sample_that_fills_a_micro_batch():
+    groups = [(1, [19, 19]), (1, [19, 19]), (1, [19, 19]), (1, [CAPACITY - 1])]
+    _, plan = plan_of(groups)
+    assert len(plan[0]) == 3
+
+
+def test_where_nothing_is_shared_rows_repeat_what_their_samples_have_in_common():
+    """By themselves the samples fill three micro-batches, in two of which they begin alike."""
+    paths, plan = plan_of([(1, [21, 10, 20, 16]), (7, [20, 23, 18, 9])])
+    assert [rows.tolist() for rows in plan[0]] == [[0, 6, 7], [1, 3, 5], [2, 4]]
+    totals = [22 + 25 + 16, 11 + 17 + 30, 21 + 27]
+    assert [paths.count_tokens(rows) for rows in plan[0]] == totals
+
+
+def test_long_completions_share_a_short_prompt():
+    """A branch attends causally to all where that is less: it costs no more than the sample."""
+    paths, plan = plan_of([(1, [1000] * 4)], max_tokens=8192)
+    assert [paths.count_tokens(rows) for rows in plan[0]] == [1 + 4 * 1000]
+
+
 def test_a_group_stays_together():
     _, plan = plan_of([(10, [5] * 8), (10, [5] * 8)], max_tokens=75)
     assert [rows.tolist() for rows in plan[0]] == [list(range(8)), list(range(8, 16))]
@@ -127,8 +147,10 @@ def test_a_group_that_no_micro_batch_holds_repeats_its_prompt():
 
 
 def test_one_group_is_split_over_ranks_that_would_wait():
-    _, plan = plan_of([(512, [128] * 16)], num_ranks=4, max_tokens=4096)
-    assert [len(rows) for of_rank in plan for rows in of_rank] == [4] * 4
+    paths, plan = plan_of([(512, [128] * 16)], num_ranks=4, max_tokens=4096)
+    rows_of = [rows for of_rank in plan for rows in of_rank]
+    assert [len(rows) for rows in rows_of] == [4] * 4
+    assert [paths.count_tokens(rows) for rows in rows_of] == [512 + 4 * 128] * 4
 
 
 def test_on_one_rank_levelling_repeats_no_prompt():
