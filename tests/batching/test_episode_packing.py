@@ -68,6 +68,20 @@ def tokens_of(table: SampleTable, row: int) -> list[int]:
     return [*table.prompt_ids(row).tolist(), *table.completion(row)[0].tolist()]
 
 
+def test_what_routes_keep_sequences_from_sharing_is_counted(tmp_path, monkeypatch):
+    group = ((1, 2), [episode(response(3, 4), response(3, 4, 5))])
+    table = table_of(tmp_path / "step_000000", [group])
+    assert shared_prompts(table, np.arange(2)).num_split == 0
+    found = SampleTable.fork
+
+    def cut(table: SampleTable, row: int) -> Fork | None:
+        fork = found(table, row)
+        return fork and replace(fork, is_cut=True)
+
+    monkeypatch.setattr(SampleTable, "fork", cut)
+    assert shared_prompts(table, np.arange(2)).num_split == 1
+
+
 def test_where_a_sequence_leaves_the_one_before(tmp_path):
     """In the response, in the prompt, at once; the best of several is taken."""
     table = table_of(

@@ -53,6 +53,16 @@ def test_a_fork_within_a_completion_sees_prompt_and_stem():
     assert tree.first_positions.tolist() == [0, 2, 5, 5, 2]
 
 
+def test_pieces_are_counted_once_with_what_is_before_them():
+    """Prompt 0 of two samples, of which the second has no other piece."""
+    paths = SamplePaths.of_pieces(
+        np.array([[0, 1, 2], [0, 4, 4], [3, 1, 4]]), np.array([[2, 3, 1], [2, 0, 0], [5, 3, 0]])
+    )
+    lengths, before = paths.distinct_pieces(np.array([0, 1]))
+    assert lengths.tolist() == [2, 3, 1]
+    assert before.tolist() == [0, 2, 5]
+
+
 def test_padding_is_a_segment_that_nobody_shares():
     tree = lay_out(EXAMPLE).padded(5)
     assert tree.num_tokens == 16

@@ -42,6 +42,11 @@ def test_the_example_of_the_module():
     ]
 
 
+def test_a_rank_that_gets_two_more_tokens_has_one_in_each_of_its_chunks():
+    split = split_row(tree_of([7], [-1]), 2, 1)
+    assert split.owners.tolist() == [0, 0, 1, 1, 1, 0, 0, 1]
+
+
 def test_one_rank_has_the_whole_row():
     """As rows are without context parallelism."""
     split = split_row(tree_of([3, 4], [-1, -1]), 1, 4)

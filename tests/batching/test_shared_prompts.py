@@ -15,7 +15,7 @@ from grpo_megatron.batching.store import (
     write_shard,
 )
 from grpo_megatron.routing.shape import RouteShape
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+from grpo_megatron.types import Completion, Prompt, PromptImage, RolloutGroup, VersionSpan
 
 SHAPE = RouteShape((0, 1), 2, 4)
 PROMPT = (11, 12, 13)
@@ -33,22 +33,27 @@ def completion(routes: int | None = None, *, known_from: int = 0, version: int =
     return Completion(ids, np.zeros(2, np.float32), spans, "stop", "", experts, route_spans)
 
 
-def table(directory, groups: list[tuple[tuple[int, ...], list[Completion]]], *, shards=None):
-    """Groups of a prompt and completions; shards: of each group, by default one for all."""
+def table(
+    directory, groups: list[tuple[tuple[int, ...], list[Completion]]], *, shards=None, images=None
+):
+    """Groups of a prompt and completions; shards: of each group, by default one for all; images:
+    of each group's prompt."""
     working = begin_step(directory)
     entries = []
     rows = []
     of_group = shards or [0] * len(groups)
     for shard in sorted(set(of_group)):
-        here = [group for group, where in zip(groups, of_group, strict=True) if where == shard]
+        here = [number for number, where in enumerate(of_group) if where == shard]
         recorded = []
         index = 0
-        for prompt, completions in here:
-            recorded.append(RolloutGroup(Prompt("p", "d", "", prompt, ""), tuple(completions), 0))
+        for number in here:
+            tokens, completions = groups[number]
+            prompt = Prompt("p", "d", "", tokens, "", images=images[number] if images else ())
+            recorded.append(RolloutGroup(prompt, tuple(completions), 0))
             for _ in completions:
                 rows.append(SampleRow(shard, index, len(rows), 0, 0.0))
                 index += 1
-        has_routes = any(one.routes is not None for _, of in here for one in of)
+        has_routes = any(one.routes is not None for group in recorded for one in group.completions)
         path = working / f"rollout-{shard}.safetensors"
         entries.append(write_shard(path, recorded, SHAPE if has_routes else None))
     finish_step(directory, entries, rows, StepFacts())
@@ -80,6 +85,13 @@ def test_equal_tokens_are_shared_whatever_group_or_shard_they_are_of(tmp_path, s
     assert len(set(found)) == 2
     assert [number == found[lengths.index(3)] for number in found] == [n == 3 for n in lengths]
     assert num_split == 0
+
+
+def test_equal_tokens_of_other_images_are_kept_apart(tmp_path):
+    cat, dog = (PromptImage(letter * 64, 1, 1, 1) for letter in "ad")
+    groups = [(PROMPT, [completion()])] * 3
+    samples = table(tmp_path / "step_000001", groups, images=[(cat,), (dog,), (cat,)])
+    assert prompts_of(samples) == ([0, 1, 0], 0)
 
 
 def test_samples_with_other_routes_on_the_prompt_are_kept_apart(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.weights.boxes import Box, box_of_view, whole_box
@@ -34,10 +34,12 @@ def elements(box: Box) -> set[int]:
 
 
 @given(one=boxes(), other=boxes())
+@example(one=Box((0, 0, 0), (2, 6, 5)), other=Box((2, 0, 0), (2, 6, 5)))  # side by side
 @settings(max_examples=300, deadline=None)
 def test_intersections_are_those_of_their_elements(one, other):
     common = one.intersect(other)
     expected = elements(one) & elements(other)
+    assert (common is None) == (not expected)
     assert (elements(common) if common else set()) == expected
     assert one.contains(other) == (elements(other) <= elements(one))
     if common:

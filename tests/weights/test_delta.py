@@ -62,5 +62,20 @@ def test_places_that_are_not_there_and_other_lengths_are_refused():
     decoder.decode(KEY, 1, whole, message([0] * 4), 8)
     place = torch.tensor([4], dtype=torch.int32).view(torch.uint8)
     beyond = torch.cat([place, message([1])])
-    with pytest.raises(MismatchError, match="places that a message does not have"):
-        decoder.decode(KEY, 2, Envelope.of(2, 1, 6, HOST), beyond, 8)
+    before = torch.cat([torch.tensor([-1], dtype=torch.int32).view(torch.uint8), message([1])])
+    for changes in (beyond, before):
+        with pytest.raises(MismatchError, match="places that a message does not have"):
+            decoder.decode(KEY, 2, Envelope.of(2, 1, 6, HOST), changes, 8)
+    with pytest.raises(MismatchError, match="a message of 8 bytes came in place of 6"):
+        decoder.decode(KEY, 2, whole, message([0] * 4), 6)
+
+
+def test_a_message_stays_as_it_came_when_the_next_one_comes():
+    """An engine may keep it."""
+    encoder = Encoder()
+    decoder = Decoder()
+    found = []
+    for number in range(3):
+        envelope, payload = encoder.encode(number, 0, message([number] + [0] * 9))
+        found.append(decoder.decode(KEY, number, envelope, payload, 20))
+    assert [int(data[0]) for data in found] == [0, 1, 2]
