@@ -5,7 +5,7 @@ most. Every segment is cut into 2 C even chunks, and rank r of C takes chunk r a
 (Llama 3, arXiv:2407.21783, section 3.3.2): all ranks have as many tokens, and as much to do.
 
     row              P P P P a a a a a b b b - -      # a prompt, two completions, padding
-    owners, C = 2    0 1 1 0 0 1 1 0 0 1 0 1 0 1
+    owners, C = 2    0 1 1 0 0 0 1 1 0 0 1 1 0 1
 
 Chunks of segments that 2 C does not divide are longer by one token on the ranks that have the
 fewest so far. No segment is padded for it: the row is, once, at its end.
