@@ -57,6 +57,16 @@ def test_columns_are_put_together_of_rows():
         assert stream.num_bytes == 4 * 8 * 6
 
 
+def test_parts_of_a_tensor_stay_together():
+    """An engine loads a tensor once, also where a bucket has room for one part only."""
+    held = [[HeldBox(MATRIX, whole_box(MATRIX.shape)), HeldBox(NORM, whole_box(NORM.shape))]]
+    rows = [item.box for item in split(MATRIX, 0, 4)]
+    kept = {MATRIX.name: [rows[0], rows[2]], NORM.name: [whole_box(NORM.shape)]}
+    [stream] = plan_streams(held, [kept], 1, min_bucket_bytes=1)
+    names = [[part.tensor.name for part in bucket.parts] for bucket in stream.buckets()]
+    assert names == [[MATRIX.name, MATRIX.name], [NORM.name]]
+
+
 def test_workers_that_keep_the_same_are_one_stream():
     held = [[HeldBox(MATRIX, whole_box(MATRIX.shape))]]
     top, bottom = [item.box for item in split(MATRIX, 0, 2)]
@@ -89,6 +99,11 @@ def test_names_are_in_the_order_of_checkpoints():
     ("held", "kept", "told"),
     [
         ([split(MATRIX, 0, 2)[:1]], {MATRIX.name: [whole_box(MATRIX.shape)]}, "holds 48 of 96"),
+        (
+            [split(MATRIX, 0, 1), split(MATRIX, 0, 2)],  # the same numbers in different parts
+            {MATRIX.name: [whole_box(MATRIX.shape)]},
+            "holds 192 of 96",
+        ),
         ([split(MATRIX, 0, 1)], {"other": [Box((0,), (1,))]}, "'other', which the trainer"),
         ([split(MATRIX, 0, 1)], {MATRIX.name: [Box((0, 0), (8, 13))]}, "which is"),
         ([split(MATRIX, 0, 1)], {}, "engine worker 0 keeps nothing"),
