@@ -105,3 +105,20 @@ def test_the_tied_output_layer_is_no_part(one_rank):
     embedding = weights["embedding.word_embeddings.weight"]
     read = PieceReader(model).read("model.embed_tokens.weight", whole_box((5, 3)))
     assert torch.equal(read, embedding[:5])
+
+
+def test_adapters_get_ready_before_weights_are_given_away(one_rank):
+    """Once for each pass over the weights."""
+    ready: list[bool] = []
+    weight = torch.ones(3, 2)
+    shard = Shard(
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        weight,
+        addend=lambda: torch.full((3, 2), float(len(ready))),
+        prepare=lambda: ready.append(True),
+    )
+    model = ShardedModel(MAP, [shard])
+    [(name, streamed)] = model.stream(model.entries, [0])
+    assert torch.equal(streamed, weight + 1)
+    read = PieceReader(model).read(name, whole_box((3, 2)))
+    assert torch.equal(read, weight + 2)

@@ -72,6 +72,8 @@ def test_workers_that_keep_the_same_are_one_stream():
     top, bottom = [item.box for item in split(MATRIX, 0, 2)]
     kept = [{MATRIX.name: [top]}, {MATRIX.name: [bottom]}] * 3
     assert [s.workers for s in plan_streams(held, kept, LIMIT)] == [(0, 2, 4), (1, 3, 5)]
+    kept = [{MATRIX.name: [top, bottom]}, {MATRIX.name: [bottom, top]}]
+    assert [s.workers for s in plan_streams(held, kept, LIMIT)] == [(0, 1)]
 
 
 def test_of_several_holders_the_one_with_the_least_to_send_sends():
