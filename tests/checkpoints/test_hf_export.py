@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints import shard_files
-from grpo_megatron.checkpoints.hf_export import HFTarget
-from grpo_megatron.errors import CheckpointError, MismatchError
+from grpo_megatron.checkpoints.hf_export import HFTarget, SafetensorsFile
+from grpo_megatron.errors import CheckpointError, MismatchError, SetupError
 from grpo_megatron.weights.tensor_entry import digest_tensor, entry_of
 from tests.trainer.reference import reference_logprobs
 
@@ -143,7 +143,7 @@ def test_tensors_of_several_widths_stay_aligned(written):
     tensors = {
         "a": torch.ones(3, dtype=torch.bfloat16),
         "b": torch.ones(5),
-        "c": torch.ones(1, dtype=torch.float16),
+        "c": torch.ones(2, dtype=torch.float16),
         "d": torch.arange(12.0).view(3, 4).t(),
     }
     out, target = written(1 << 20, tensors)
@@ -169,6 +169,23 @@ def test_one_changed_bit_on_the_disk_is_found(written):
             shard_files.read_back(target, out)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_disk_that_was_full_is_told_with_the_next_file(tmp_path, monkeypatch):
+    """A file is closed while the next one is written, which must not hide how that ended."""
+    units = [[entry_of(name, torch.ones(2))] for name in "ab"]
+    target = HFTarget(tmp_path, units, 1)
+
+    def full(self: SafetensorsFile) -> None:
+        raise SetupError("cannot write: no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SafetensorsFile, "close", full)
+        target.write(target.files[0], [("a", torch.ones(2))])
+        with pytest.raises(SetupError, match="no space left"):
+            target.wait()
+    with pytest.raises(SetupError, match="no space left"):
+        target.write(target.files[1], [("b", torch.ones(2))])
 
 
 def test_a_tensor_that_does_not_come_or_is_another_is_refused(tmp_path):

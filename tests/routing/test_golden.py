@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,13 @@ def test_balance_is_least_where_the_load_is_even():
     assert loss([9.0, 3.0, 3.0]) > 1 > loss([1.0, 4.0, 10.0])
 
 
+def test_the_load_of_a_layer_is_its_own():
+    """Experts of the second layer are chosen ten times as often."""
+    counts = torch.tensor([[1.0, 3.0], [30.0, 10.0]]).double()
+    found = router_losses.balance_coefficients(counts, 0.5, 4)
+    assert found.tolist() == [[0.0625, 0.1875], [0.1875, 0.0625]]
+
+
 def test_sums_over_ranks_and_layers():
     sums = RoutingSums((1, 4), 4, ["rollout"], torch.device("cpu"))
     chosen = torch.tensor([[0, 1], [0, 2], [0, 1]])
@@ -82,3 +90,25 @@ def test_sums_over_ranks_and_layers():
     assert found["routing/dead_experts"] == 1
     assert found["routing/entropy"] == pytest.approx(0.4)
     assert not any("layer_4" in name for name in found)
+
+
+def test_tokens_count_as_often_as_they_are_used():
+    """Three tokens that count once, twice and never; the second layer has seen nothing."""
+    sums = RoutingSums((1, 4), 4, [], torch.device("cpu"))
+    chosen = torch.tensor([[0, 1], [0, 2], [3, 1]])
+    sums.add_load(0, chosen, torch.tensor([0.5, 0.2, 9.0]), torch.tensor([1.0, 2.0, 0.0]))
+    assert sums.load[0].tolist() == [3, 1, 2, 0]
+    found = sums.result()
+    assert found["routing/entropy"] == pytest.approx((0.5 + 2 * 0.2) / 3)
+    assert found["routing/load_cv"] == pytest.approx(float(np.std([3, 1, 2, 0])) / 1.5)
+    assert found["routing/dead_experts"] == 1
+
+
+def test_the_largest_load_is_that_of_the_worst_layer():
+    sums = RoutingSums((1, 4), 2, [], torch.device("cpu"))
+    ones = torch.ones(4)
+    sums.add_load(0, torch.tensor([[0], [1], [0], [1]]), ones, ones)
+    sums.add_load(1, torch.tensor([[0], [1], [0], [0]]), ones, ones)
+    found = sums.result()
+    assert found["routing/load_max_ratio"] == 1.5
+    assert found["routing/load_max_ratio/layer_1"] == 1.0
