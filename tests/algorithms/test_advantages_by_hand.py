@@ -376,6 +376,19 @@ def test_only_the_most_successful_groups_pay_for_length(first):
     assert [0 < a < 1 for a in found] == [*of_other, *of_leader]
 
 
+def test_right_answers_of_one_length_pay_alike():
+    """Without a spread of lengths there is no z-score: it counts as 0, of which sigmoid is 1/2."""
+    overrides = (
+        "length_switch_fraction=1",
+        "length_switch_weight=0.5",
+        "advantage=reward",
+        "advantage_std=none",
+    )
+    case = group([1, 1, 0], [2, 2, 9])
+    found = advantages("grpo_lambda_length", *overrides, "whiten=none", *EXACT, **case)
+    assert found == [0.75, 0.75, 0]
+
+
 def test_a_length_switch_gives_no_reward_to_samples_without_one():
     batch = parse_case(group([1, 0, NAN])).batch
     config, _ = load_objective("grpo_lambda_length", ["length_switch_fraction=0"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -408,11 +409,21 @@ def test_displacement_is_held_against_answers_that_are_not_wrong():
 def test_a_spoilt_token_is_in_no_part_of_the_loss():
     """Nor in its likelihood, nor in the slope of lambda."""
     more = {"positive_weights": double(0.5, 0.5), "weight_slopes": double(1.0, 1.0)}
-    batch = micro_batch([2.0, 1.0], [1.0, 3.0], spoilt=torch.tensor([True, False]), **more)
+    batch = micro_batch([1.5, 1.0], [1.0, 3.0], spoilt=torch.tensor([True, False]), **more)
     loss, gradient, metrics = loss_of(batch, "clip=none")
     assert loss == pytest.approx(-3.0 + 0.5 * LN2)
     assert gradient == pytest.approx([0.0, -3.0 - 0.5])
     assert metrics["lambda/gradient"] == pytest.approx(-3.0)
+
+
+def test_a_spoilt_token_is_not_pulled_with_its_sample():
+    """A preference is of whole samples, yet moves the other tokens only."""
+    half = double(-LN2, -LN2)
+    preference = torch.tensor([[2.0], [0.0]], dtype=torch.float64)
+    batch = micro_batch([1.0, 1.0], [0.0, 0.0], [2], ref_logprobs=half, preference=preference)
+    assert loss_of(batch)[1] == [2.0, 2.0]
+    spoilt = replace(batch, spoilt=torch.tensor([True, False]))
+    assert loss_of(spoilt)[1] == [0.0, 2.0]
 
 
 def test_nothing_is_displaced_on_policy():

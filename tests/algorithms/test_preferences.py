@@ -75,6 +75,13 @@ def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():
     assert found.item() == pytest.approx(math.log(2), abs=1e-12)
 
 
+def test_the_baseline_of_kto_is_a_constant_of_at_least_zero():
+    scores = torch.tensor([1.0, 4.0], requires_grad=True)
+    assert kto_baseline(scores) == 2.5
+    assert kto_baseline(-scores) == 0
+    assert not kto_baseline(scores).requires_grad
+
+
 def test_the_slope_is_the_derivative():
     margins = torch.tensor([-30.0, -1.0, 0.0, 2.0, 30.0], dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(sigmoid_loss(margins).sum(), margins)
