@@ -39,7 +39,7 @@ class Groups:
         """Return the deviation in each sample's group, [N]; 0 where it is undefined.
 
         kind: "sample" divides by one less than the number of samples, "population" by it."""
-        centred = torch.where(self.valid, values - self.mean(values), 0.0)
+        centred = values - self.mean(values)
         squares = self.sum(centred**2)
         return (squares / (self.count - int(kind == "sample")).clamp(min=1)).sqrt()
 
@@ -52,7 +52,7 @@ class Groups:
         """`(x - mean) / (std + eps)`, [N]; 0 where `centred` is 0. kind: of the deviation."""
         centred = self.centred(values)
         std = self.std(values, kind) + eps
-        return torch.where(centred == 0, 0.0, centred / torch.where(std > 0, std, 1.0))
+        return torch.where(centred == 0, 0.0, centred / std)
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest value of each sample's group, [N]; minus infinity without valid

@@ -348,7 +348,7 @@ def future_kl(o: ObjectiveConfig, log_ratio: Tensor, batch: LossBatch) -> Tensor
     ratio = log_ratio.exp()
     counted = torch.where(ratio > o.future_kl_ratio_max, 0.0, log_ratio)
     gamma = 2.0 ** (-1.0 / o.future_kl_half_life)
-    future = ratios.bounded(ratios.discounted_from(counted, batch.sample, gamma))
+    future = ratios.discounted_from(counted, batch.sample, gamma)
     weight = future.exp().clamp(o.future_kl_min, o.future_kl_max)
     is_unsafe = (batch.advantages < 0) & (ratio > o.future_kl_safe_ratio)
     return torch.where(is_unsafe, weight.clamp(*_SAFE_CREDIT), weight)

@@ -56,9 +56,8 @@ def log_odds(logprobs: Tensor) -> Tensor:
 def _log1mexp(logprobs: Tensor) -> Tensor:
     """`log(1 - e^x)` for x < 0, exact near both ends."""
     is_near_zero = logprobs > -0.6931471805599453
-    near = torch.where(is_near_zero, logprobs, -1.0)
-    far = torch.where(is_near_zero, -1.0, logprobs)
-    of_near = torch.log(-torch.expm1(near))
+    far = torch.where(is_near_zero, -1.0, logprobs)  # at 0 its gradient would be infinite
+    of_near = torch.log(-torch.expm1(logprobs))
     of_far = torch.log1p(-torch.exp(far))
     return torch.where(is_near_zero, of_near, of_far)
 

@@ -45,7 +45,7 @@ def prefix_min_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tenso
 @RATIOS.register("sequence_geo")
 def sequence_geo_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`s_i = exp((1/T_i) sum_t log r_t)`: length-normalised, GSPO (arXiv:2507.18071 eq. 7)."""
-    return bounded(segment_mean(log_diff, segment, counts))[segment]
+    return segment_mean(log_diff, segment, counts)[segment]
 
 
 @RATIOS.register("turn_geo")
@@ -57,7 +57,7 @@ def turn_geo_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
 @RATIOS.register("sequence_token")
 def sequence_token_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """GSPO-token: the value of sequence_geo, the gradient of each token's own log-prob."""
-    value = bounded(segment_mean(log_diff.detach(), segment, counts))[segment]
+    value = segment_mean(log_diff.detach(), segment, counts)[segment]
     return value + log_diff - log_diff.detach()
 
 

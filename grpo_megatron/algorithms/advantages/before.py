@@ -45,7 +45,7 @@ def _is_leading(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, success:
     leader_id = groups.min(batch.sample_ids.double()).nan_to_num(posinf=0).long()
     place = leaders.rank(-success, leader_id)
     num_leading = torch.floor(o.length_switch_fraction * leaders.count + 1e-9)
-    is_leading = (place < num_leading) & (success > 0)
+    is_leading = place < num_leading
     of_group = torch.zeros(groups.size, dtype=torch.bool)
     of_group[groups.ids[first]] = is_leading[first]
     return of_group[groups.ids]

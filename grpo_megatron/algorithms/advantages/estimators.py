@@ -60,8 +60,7 @@ def group_relative(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Te
     else:
         scope = Groups(batch.scopes(o.statistics_scope), groups.valid)
         std = scope.std(centred, o.std_kind)
-    std = std + o.advantage_eps
-    return torch.where(centred == 0, 0.0, centred / torch.where(std > 0, std, 1.0))
+    return torch.where(centred == 0, 0.0, centred / (std + o.advantage_eps))
 
 
 def _raw_std(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
@@ -121,7 +120,7 @@ def standardised_components(o: ObjectiveConfig, batch: SampleBatch, groups: Grou
 def best_minus_second(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Only the best sample of a group gets `R_max - R_second` (ties: 0); with
     `advantage_std = "group"` divided by `std + eps`."""
-    best = groups.valid & (groups.rank(-batch.rewards, batch.sample_ids) == 0)
+    best = groups.rank(-batch.rewards, batch.sample_ids) == 0
     rest = Groups(groups.ids, groups.valid & ~best)
     gap = groups.max(batch.rewards) - rest.max(batch.rewards)
     if o.advantage_std == "group":
@@ -135,13 +134,13 @@ def passk(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Analytic pass@k advantage (Chen et al., arXiv:2508.10751), n0 wrong of N samples:
 
     `m = 1 - C(n0,k)/C(N,k)`, `s = sqrt(m (1-m))`; right: `(1-m)/s`;
-    wrong: `(1 - m - C(n0-1,k-1)/C(N-1,k-1))/s`; 0 where s is 0 or the group is smaller than k."""
+    wrong: `(1 - m - C(n0-1,k-1)/C(N-1,k-1))/s`; 0 where s is 0, as in every group of at most k."""
     right, wrong, n = _counts(o, batch, groups)
     mean = 1 - _choose_ratio(wrong, n, o.passk_k)
     std = (mean * (1 - mean)).clamp(min=0).sqrt()
     others = _choose_ratio(wrong - 1, n - 1, o.passk_k - 1)
     value = torch.where(right, 1 - mean, 1 - mean - others) / std.clamp(min=1e-12)
-    return torch.where((std > 1e-12) & (n >= o.passk_k), value, 0.0)
+    return torch.where(groups.valid & (std > 1e-12), value, 0.0)
 
 
 @ESTIMATORS.register("pkpo")
@@ -216,7 +215,8 @@ def optimal_token_baseline(o: ObjectiveConfig, batch: SampleBatch, groups: Group
         has_no_baseline = part.to_tokens(group_size) == 1
         if o.otb_zero_tail:
             has_no_baseline = has_no_baseline | (alive.count == 1)
-        return torch.where(has_no_baseline, rewards, values)
+        values = torch.where(has_no_baseline, rewards, values)
+        return torch.where(alive.valid, values, 0.0)
 
     counted = torch.where(groups.valid, batch.rewards, torch.nan)
     return by_groups(replace(batch, rewards=counted), of_groups)
@@ -234,8 +234,7 @@ def off_policy_baseline(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) 
     has_signal = groups.valid & (groups.spread(batch.rewards) > ZERO_VARIANCE)
     log_weights = 2 * batch.trajectory_log_ratios()
     largest = groups.max(log_weights)
-    relative = torch.where(groups.valid, log_weights - largest, 0.0).exp()
-    weights = relative * batch.sums(_logit_gradients(batch)).double()
+    weights = (log_weights - largest).exp() * batch.sums(_logit_gradients(batch)).double()
     total = groups.sum(weights)
     rewards = torch.where(groups.valid, batch.rewards, 0.0)
     weighted = groups.sum(weights * rewards) / torch.where(total > 0, total, 1.0)
@@ -378,7 +377,7 @@ def _counts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return which samples are right, bool [N]; of each one's group, how many are wrong, and its
     size."""
-    right = groups.valid & batch.is_correct(o.correct_threshold)
+    right = batch.is_correct(o.correct_threshold)
     num_wrong = groups.sum((~right).double())
     return right, num_wrong, groups.count
 

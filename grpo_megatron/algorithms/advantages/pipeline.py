@@ -91,13 +91,13 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     batch, groups = _rewarded(objective, batch)
     puts_kl_into_rewards = o.kl == "reward_k1" and objective.weighs_kl
     if o.advantage == "gae" and puts_kl_into_rewards:
-        batch = _with_kl_rewards(objective, batch, groups)
+        batch = _with_kl_rewards(objective, batch)
     values = result_of("advantage", o.advantage, ESTIMATORS, o, batch, groups)
     per_token = o.advantage in TOKEN_LEVEL
     if is_custom(o.advantage):
         require_shape("advantage", o.advantage, values, (len(batch),))
     if o.advantage != "gae" and puts_kl_into_rewards:
-        future = _future_kl(batch, _kl_weights(objective, batch, groups))
+        future = _future_kl(batch, _kl_weights(objective, batch))
         if not per_token:
             values = batch.to_tokens(values.to(future.dtype))
             per_token = True
@@ -124,7 +124,7 @@ def value_targets(objective: Objective, batch: SampleBatch) -> ValueTargets:
     o = objective.config
     batch, groups = _rewarded(objective, batch)
     if o.kl == "reward_k1" and objective.weighs_kl:
-        batch = _with_kl_rewards(objective, batch, groups)
+        batch = _with_kl_rewards(objective, batch)
     values = batch.tokens["values"].double()
     is_counted = batch.to_tokens(groups.valid & batch.trained)
     if batch.spoilt is not None:
@@ -171,10 +171,10 @@ def _success_so_far(
     return found
 
 
-def _kl_weights(objective: Objective, batch: SampleBatch, groups: Groups) -> Tensor:
-    """Return the weight of a KL in the reward, float64 [N]; 0 for samples without a reward."""
+def _kl_weights(objective: Objective, batch: SampleBatch) -> Tensor:
+    """Return the weight of a KL in the reward, float64 [N]."""
     by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
-    return torch.where(groups.valid, by_domain[batch.domains], 0.0)
+    return by_domain[batch.domains]
 
 
 def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
@@ -186,10 +186,10 @@ def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
     return by_groups(batch, of_groups, betas)
 
 
-def _with_kl_rewards(objective: Objective, batch: SampleBatch, groups: Groups) -> SampleBatch:
+def _with_kl_rewards(objective: Objective, batch: SampleBatch) -> SampleBatch:
     """Return the batch whose tokens earn `-beta (log pi_old - log pi_ref)` each
     (arXiv:2203.02155)."""
-    betas = batch.to_tokens(_kl_weights(objective, batch, groups))
+    betas = batch.to_tokens(_kl_weights(objective, batch))
     return replace(batch, tokens={**batch.tokens, "token_rewards": -betas * _k1(batch)})
 
 
