@@ -115,12 +115,6 @@ def test_nothing_is_shared_where_samples_fill_fewer_micro_batches_by_themselves(
     assert sum(paths.count_tokens(rows) for rows in plan[0]) == paths.totals.sum()
 
 
-def test_nothing_is_shared_either_beside_a_sample_that_fills_a_micro_batch():
-    groups = [(1, [19, 19]), (1, [19, 19]), (1, [19, 19]), (1, [CAPACITY - 1])]
-    _, plan = plan_of(groups)
-    assert len(plan[0]) == 3
-
-
 def test_where_nothing_is_shared_rows_repeat_what_their_samples_have_in_common():
     """By themselves the samples fill three micro-batches, in two of which they begin alike."""
     paths, plan = plan_of([(1, [21, 10, 20, 16]), (7, [20, 23, 18, 9])])

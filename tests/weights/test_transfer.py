@@ -238,16 +238,24 @@ def test_senders_listen_on_their_host_only():
     assert not [address for address in lines if set(address.split(":")[0]) == {"0"}]
 
 
-def test_a_wrong_piece_is_named_and_all_workers_are_told():
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (lambda piece: piece[:, :-1], "'d' torch.bfloat16 (1000, 39)"),
+        (lambda piece: piece.float(), "'d' torch.float32 (1000, 40)"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_wrong_piece_is_named_and_all_workers_are_told(changed, told):
     exchange = Exchange(one_stream(num_replicas=2))
 
     def wrong(name: str, box: Box) -> torch.Tensor:
         piece = piece_of(name, box)
-        return piece[:, :-1] if name == "d" else piece
+        return changed(piece) if name == "d" else piece
 
     exchange.run(send=lambda index: exchange.send(index, 0, wrong))
     assert isinstance(exchange.results["sender 0"], MismatchError)
-    assert "'d' torch.bfloat16 (1000, 39)" in str(exchange.results["sender 0"])
+    assert told in str(exchange.results["sender 0"])
     for worker in (0, 1):
         assert isinstance(exchange.results[f"worker {worker}"], TransferError)
         assert "trainer rank 0 failed and gave up" in str(exchange.results[f"worker {worker}"])
