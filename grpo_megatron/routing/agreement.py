@@ -86,7 +86,7 @@ class RoutingSums:
         mean = self.load.mean(1)
         largest = self.load.amax(1)
         was_used = mean > 0
-        num_dead = (self.load == 0).sum(1) * was_used
+        num_dead = (self.load == 0).sum(1)
         deviation = self.load.std(1, correction=0)
         self._put(out, "routing/load_cv", deviation, mean, by_layer=True)
         self._put(out, "routing/load_max_ratio", largest, mean, by_layer=True)
