@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,13 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.megatron import policy as policy_module
 from grpo_megatron.trainer.routing.route_source import RouteSource
-from grpo_megatron.trainer.routing.router_replay import RoutingPass, local_part
+from grpo_megatron.trainer.routing.router_replay import (
+    KeepTerms,
+    RouterReplayHook,
+    Routes,
+    RoutingPass,
+    local_part,
+)
 from grpo_megatron.trainer.steps.optimizer_step import (
     balance_metrics,
     logprob_pass,
@@ -75,6 +82,32 @@ def train(
         "wrong_routes": int(counts[0]),
         "looked_at": int(counts[1]),
     }
+
+
+def held_and_replayed() -> dict[str, Any]:
+    """What a hook chooses for two tokens, of which only the first one has a route; and the loss
+    that holds its router, one of two, to these choices."""
+    routes = Routes(torch.tensor([[[3, 0], [3, 0]]]), torch.tensor([[True, False]]))
+    keep = KeepTerms("set_mass", [torch.tensor([1.0, 0.5])], {}, None, 1.0)
+    run = RoutingPass(replayed=[routes], keep=keep)
+    replay = SimpleNamespace(
+        running=run, position=[(0, True)], shape=SimpleNamespace(layers=(0, 1))
+    )
+    router = SimpleNamespace(
+        layer_number=1,
+        register_forward_hook=lambda hook: None,
+        score_function="softmax",
+        config=SimpleNamespace(moe_router_pre_softmax=True),
+        expert_bias=None,
+    )
+    hook = RouterReplayHook(replay, router, 0, 0)
+
+    def live(scores: torch.Tensor, topk: int, **groups: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return scores.topk(topk)
+
+    scores = torch.tensor([[0.1, 0.4, 0.3, 0.2]] * 2)
+    values, ids = hook.get_replay_topk(scores, 2, None, None, live)
+    return {"values": values.tolist(), "ids": ids.tolist(), "loss": float(run.keep_loss)}
 
 
 def router_shift(

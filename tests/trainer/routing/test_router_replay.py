@@ -70,6 +70,15 @@ def one_rank(world1, routed):
     return world1.run(TRAIN, model=model, samples=samples, layout=APART, routing=R3, spy=True)
 
 
+def test_replayed_experts_have_their_own_scores_and_a_share_of_the_loss(world1):
+    """Experts 3 and 0 are replayed for one token, 1 and 2 are the live ones of the other."""
+    found = world1.run("tests.trainer.routing_ranks:held_and_replayed")
+    assert found["ids"] == [[3, 0], [1, 2]]
+    assert np.array(found["values"]) == pytest.approx(np.array([[0.2, 0.1], [0.4, 0.3]]))
+    loss = -np.log(0.2 + 0.1) - 0.5 * np.log(0.4 + 0.3)
+    assert found["loss"] == pytest.approx(loss / 2)  # of the mean over two routers
+
+
 def test_one_rank_applies_the_stored_routes(one_rank):
     assert one_rank["num_microbatches"] > 2
     assert one_rank["looked_at"] > 500
