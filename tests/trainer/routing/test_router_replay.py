@@ -295,3 +295,14 @@ def test_routes_of_another_model_are_refused(world1, moe_model, routed):
 def test_samples_without_routes_are_missing(world1, moe_model, samples):
     found = world1.run(TRAIN, model=moe_model, samples=samples, layout={}, routing=R3)
     assert "missing" in found["error"][0]
+
+
+def test_or_are_routed_as_ever(world1, moe_model, samples):
+    found = {}
+    for name, routing in (("live", {}), ("missing", {"replay": "r3", "on_missing": "live"})):
+        found[name] = world1.run(
+            TRAIN, model=moe_model, samples=samples, layout={}, routing=routing
+        )
+    assert found["missing"]["metrics"]["routing/missing_routes"] > 0
+    assert found["missing"]["losses"] == found["live"]["losses"]
+    assert found["missing"]["norms"] == found["live"]["norms"]
