@@ -426,6 +426,12 @@ def test_a_spoilt_token_is_not_pulled_with_its_sample():
     assert loss_of(spoilt)[1] == [0.0, 2.0]
 
 
+def test_a_sample_has_the_weights_of_its_domain_whatever_its_place():
+    batch = micro_batch([1.0] * 2, [0.0] * 2, entropies=double(1, 3), domain=torch.tensor([1, 0]))
+    loss, _, _ = loss_of(batch, "domain.b.entropy_weight=0.5", domains=("a", "b"))
+    assert loss == -0.5
+
+
 def test_nothing_is_displaced_on_policy():
     batch = micro_batch([1.0, 1.0], [1.0, 0.0])
     assert loss_of(batch, "llds_weight=0.1")[:2] == loss_of(batch)[:2]
