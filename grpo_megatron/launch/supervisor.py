@@ -309,8 +309,9 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)  # what the dead one had started
             end = self._died(child)
             told = f"{end.name} died with exit code {end.exit_code}"
-            if end.error:
-                told += f" ({end.error})"
+            error = end.error
+            if error:
+                told += f" ({error})"
             told += f"; see {end.log}"
             restarts = self._restarts_of(child)
             pause_s = None

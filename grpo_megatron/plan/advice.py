@@ -100,8 +100,8 @@ def _settings_without_effect(objective: ObjectiveConfig) -> Iterator[Violation]:
                 if _is_set(objective, name):
                     yield Violation(
                         f"objective.{name}",
-                        f"it has no effect: it is of {axis} {' and '.join(choices)}, and {axis} is "
-                        f"{chosen}",
+                        f"it has no effect: only {axis} = {' or '.join(choices)} reads it, and "
+                        f"{axis} is {chosen}",
                         remedy=f"remove it, or set objective.{axis}={choices[0]}",
                         related=(f"objective.{axis}",),
                     )

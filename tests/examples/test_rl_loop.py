@@ -18,9 +18,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_in_examples(*command: str) -> str:
+    return run_in(EXAMPLES, *command)
+
+
+def run_in(folder: Path, *command: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],
-        cwd=EXAMPLES,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=runs.TIMEOUT_S,
@@ -48,16 +52,8 @@ def test_its_three_steps_are_those_of_the_real_loop(tmp_path, seed):
 def test_it_runs_without_arguments_from_anywhere(tmp_path):
     examples = tmp_path / "examples"
     shutil.copytree(EXAMPLES, examples, ignore=shutil.ignore_patterns("runs"))
-    done = subprocess.run(
-        [sys.executable, str(examples / "rl_loop.py")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=runs.TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 3
+    printed = run_in(tmp_path, str(examples / "rl_loop.py"))
+    assert len(printed.splitlines()) == 3
     assert (examples / "runs").is_dir()
 
 

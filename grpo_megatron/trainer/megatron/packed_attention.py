@@ -415,8 +415,8 @@ class _MaskType(enum.Enum):
 class AttentionWithoutKernel(PackedAttention):
     """Attends where no kernel of Transformer Engine's takes what is computed.
 
-    It would then multiply all pairs of all samples' padded tokens ("unfused"): an H100 computed a
-    tenth of what cuDNN does, and was out of memory at 16k tokens (docs/gpu-measurements.md)."""
+    It would then multiply all pairs of all samples' padded tokens ("unfused"): an H100 was out of
+    memory at 16k tokens, and busy with padding before (docs/gpu-measurements.md)."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **settings: Any):
         super().__init__(config, *args, **settings)
