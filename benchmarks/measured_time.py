@@ -70,7 +70,10 @@ def main() -> None:
     chosen = arguments.parse_args()
     print("error\tpredicted_s\tmeasured_s\ttokens\twhat\tmodel")
     errors: dict[str, list[float]] = {}
-    for measured in sorted(measurements(chosen.file), key=lambda row: (row.what, row.tokens)):
+    rows = list(measurements(chosen.file))
+    if not rows:
+        raise SystemExit(f"error: {chosen.file} has no figure of {', '.join(MODELS)}")
+    for measured in sorted(rows, key=lambda row: (row.what, row.tokens)):
         predicted = predicted_s(measured, chosen.device)
         error = error_of(predicted, measured.seconds)
         sign = "+" if predicted > measured.seconds else "-"
@@ -93,16 +96,22 @@ def measurements(file: Path) -> Iterator[Measured]:
         model = found["model"]
         tokens = int(found["tokens"])
         number = float(figure["value"].replace(",", ""))
-        seconds = number / 1000 if figure["unit"] == "ms" else tokens / number
-        recompute = "full" if found["again"] or is_first_run else "none"
-        shares = is_first_run and tokens <= LONGEST_SHARED
+        seconds = tokens / number
+        if figure["unit"] == "ms":
+            seconds = number / 1000
+        recompute = "none"
+        if found["again"] or is_first_run:
+            recompute = "full"
+        computed_share = 1.0
+        if is_first_run and tokens <= LONGEST_SHARED:
+            computed_share = SHARED_SHARE
         yield Measured(
             model=model,
             num_layers=int(found["layers"] or MODELS[model]["num_hidden_layers"]),
             tokens=tokens,
             what=found["what"],
             seconds=seconds,
-            computed_share=SHARED_SHARE if shares else 1.0,
+            computed_share=computed_share,
             recompute=recompute,
         )
 

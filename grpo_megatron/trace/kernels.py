@@ -14,7 +14,8 @@ from megatron.core.fusions import fused_bias_swiglu
 
 from grpo_megatron.trace.mode import TraceMode
 from grpo_megatron.trainer.megatron import layer_specs
-from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, with_gathered_keys
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention
+from grpo_megatron.trainer.megatron.transformer_engine_attention import with_gathered_keys
 
 aten = torch.ops.aten
 _LARGEST_FLASH_HEAD = 256

@@ -144,6 +144,7 @@ def attention_without_kernel() -> float:
     from grpo_megatron.batching.prefix_rows import RowTree
     from grpo_megatron.config.trainer import TrainerConfig
     from grpo_megatron.trainer.megatron import packed_attention
+    from grpo_megatron.trainer.megatron.transformer_engine_attention import with_gathered_keys
     from tests.contract.meta_rank import as_rank
 
     torch.manual_seed(1)
@@ -174,7 +175,7 @@ def attention_without_kernel() -> float:
         attention_dropout=0.0,
     )
     with as_rank(TrainerConfig(num_ranks=1), 0):
-        attention = packed_attention.with_gathered_keys(TEDotProductAttention)(
+        attention = with_gathered_keys(TEDotProductAttention)(
             config, 1, AttnMaskType.padding_causal, "self"
         )
     found = attention(

@@ -28,8 +28,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_megatron.trainer.megatron import packed_attention
-from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, RowPart, gather_keys
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, RowPart
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.megatron.transformer_engine_attention import gather_keys
 from grpo_megatron.trainer.vocab_parallel.divergence import (
     DivergenceSettings,
     TeacherTokens,

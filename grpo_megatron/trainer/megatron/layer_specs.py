@@ -11,8 +11,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, with_gathered_keys
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention
 from grpo_megatron.trainer.megatron.platform import HAS_TRANSFORMER_ENGINE
+from grpo_megatron.trainer.megatron.transformer_engine_attention import with_gathered_keys
 
 
 class TorchNorm:

@@ -16,13 +16,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_megatron.batching.prefix_rows import RowTree
 from grpo_megatron.batching.row_split import split_row
-from grpo_megatron.trainer.megatron import packed_attention
+from grpo_megatron.trainer.megatron import transformer_engine_attention
 from grpo_megatron.trainer.megatron.packed_attention import (
     PackedAttention,
     RowPart,
     whole_row,
-    with_gathered_keys,
 )
+from grpo_megatron.trainer.megatron.transformer_engine_attention import with_gathered_keys
 
 
 class Core:
@@ -111,7 +111,7 @@ def numbers_of(tree: RowTree) -> tuple[torch.Tensor, ...]:
 def test_what_no_kernel_takes_is_computed_by_torch(tree, caplog):
     """Output and gradients are those of the attention that layers without Transformer Engine
     have."""
-    packed_attention._say_no_kernel.cache_clear()
+    transformer_engine_attention._say_no_kernel.cache_clear()
     found = []
     for module in (
         with_gathered_keys(CoreWithoutKernel)(config_of()),
@@ -144,7 +144,9 @@ def test_what_no_kernel_takes_is_computed_by_torch_in_parts_too(monkeypatch):
         # stand-ins for this rank's part, told apart by their shapes
         parts = {part: torch.zeros(part) for part in everything}
         monkeypatch.setattr(
-            packed_attention, "gather_end_to_end", lambda tokens: everything[len(tokens)]
+            transformer_engine_attention,
+            "gather_end_to_end",
+            lambda tokens: everything[len(tokens)],
         )
         output = with_gathered_keys(CoreWithoutKernel)(config_of(2)).forward(
             query[own],
@@ -173,7 +175,7 @@ def test_parts_get_the_keys_of_all_ranks_and_no_other_context_parallelism(monkey
         everything = torch.from_numpy(ends_to_ends) + 100 * (tokens[0, 0, 0] // 100)
         return everything[:, None, None]
 
-    monkeypatch.setattr(packed_attention, "gather_end_to_end", gathered)
+    monkeypatch.setattr(transformer_engine_attention, "gather_end_to_end", gathered)
     rows = torch.from_numpy(split.own(1))[:, None, None]
     assert rows.flatten().tolist() == [2, 3, 4, 5, 9, 10]
     packed = SimpleNamespace(part=RowPart(split, 1))
