@@ -13,7 +13,9 @@ from grpo_megatron.checkpoints.durable import explained
 from grpo_megatron.checkpoints.shard_files import will_need
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.family import family_of
+from grpo_megatron.plan.fp8_weights import BLOCK
 from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.weights.fp8_blocks import dequantise, scale_name
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from grpo_megatron.weights.parameters import (
     REWARD_HEAD,
@@ -23,36 +25,9 @@ from grpo_megatron.weights.parameters import (
 )
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-BLOCK = 128
-"""Block-quantised fp8 checkpoints (DeepSeek-V3, Kimi-K2) have a scale per 128 x 128 block."""
 _LISTED = 20
 _LANGUAGE_HEAD = "lm_head.weight"
 Shape = tuple[int, ...]
-
-
-def scale_name(name: str) -> str:
-    """Name the tensor with the block scales of the fp8 tensor `name`."""
-    return name + "_scale_inv"
-
-
-def dequantise(
-    weight: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """Multiply float8_e4m3fn [rows, columns] by fp32 [ceil(rows / 128), ceil(columns / 128)].
-
-    Rounds to `dtype` once, one row of blocks at a time. Raises ValueError for other shapes."""
-    rows, columns = weight.shape
-    wanted = (-(-rows // BLOCK), -(-columns // BLOCK))
-    if tuple(scale_inv.shape) != wanted:
-        raise ValueError(
-            f"a weight of shape {tuple(weight.shape)} has scales of shape {wanted}, "
-            f"not {tuple(scale_inv.shape)}"
-        )
-    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
-    for index, scales in enumerate(scale_inv.float()):
-        block = slice(index * BLOCK, (index + 1) * BLOCK)
-        out[block] = weight[block].float() * scales.repeat_interleave(BLOCK)[:columns]
-    return out
 
 
 class HFReader:

@@ -298,6 +298,9 @@ class RolloutConfig(Strict):
     """The workers of a server have whole experts each, instead of a part of every expert."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and activations of the engine."""
+    fp8: Literal["none", "blockwise"] = "none"
+    """Matrices of layers in FP8, with a scale for every block of 128 x 128 numbers; the trainer
+    rounds and publishes them so (docs/fp8.md). Everything else stays in `dtype`."""
     max_new_tokens: int = Field(512, ge=1)
     """Longest completion."""
     max_model_len: int = Field(2048, ge=2)
@@ -406,8 +409,8 @@ class PublishConfig(Strict):
     memory."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |trainer - engine| log-prob difference over the canary's tokens; default: 1e-4
-    where both compute in float32, 0.3 where the trainer's matrices are FP8 (0.1 was seen), else 0.1
-    (bfloat16 MoE: 0.02 is usual)."""
+    where both compute in float32, 0.3 where the trainer's matrices are FP8 (0.1 was seen) or the
+    engine's are, else 0.1 (bfloat16 MoE: 0.02 is usual)."""
     canary: bool = True
     """Compare log-probs of trainer and engines in every step before weights change: of its samples,
     or of eight prompts where training computes something else (rollouts ahead, replayed experts).
@@ -681,7 +684,7 @@ class RunConfig(Strict):
         """Mean |trainer - engine| log-prob difference that rounding may explain."""
         if self.publish.canary_tolerance is not None:
             return self.publish.canary_tolerance
-        if self.trainer.fp8 != "none":
+        if self.trainer.fp8 != "none" or self.rollout.fp8 != "none":
             return 0.3
         if self.trainer.precision == self.rollout.dtype == "float32":
             return 1e-4

@@ -127,6 +127,7 @@ _OWN_ARGUMENTS = {
 """Arguments of vLLM that add workers, which placement, publishing and the plan count by fields."""
 
 
+_QUANTISATION_ARGUMENTS = ("--quantization", "-q", "--quantization-config")
 _SECRET_ARGUMENTS = ("--api-key", "--hf-token")
 
 
@@ -146,6 +147,15 @@ def fields_say_what_fields_are_for(
                     f"{name} would show a secret to everybody who lists processes",
                     remedy="leave it out: rollout servers have a token of their own",
                     hides_value=True,
+                )
+            )
+        if name in _QUANTISATION_ARGUMENTS:
+            violations.append(
+                Violation(
+                    "rollout.engine_arguments",
+                    f"{name}: engines keep the weights that are published, as they are published",
+                    remedy="set rollout.fp8 = 'blockwise' instead, or leave it out",
+                    related=("rollout.fp8",),
                 )
             )
         field = _OWN_ARGUMENTS.get(name)

@@ -39,9 +39,9 @@ def _has(model: ModelFacts, parameter: str) -> bool:
     if parameter.startswith("mlp."):
         return model.has_dense_layers
     if "linear_q_down_proj" in parameter or "linear_q_up_proj" in parameter:
-        return model.has_query_rank
+        return model.query_rank > 0
     if "linear_q_proj" in parameter:
-        return not model.has_query_rank
+        return model.query_rank == 0
     return True
 
 

@@ -10,6 +10,7 @@ from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.devices import DEFAULT_DEVICE, DEVICES, device_bytes
+from grpo_megatron.plan.fp8_weights import engine_bytes
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
 from grpo_megatron.plan.publishing import PublishPlan, plan_publish
@@ -323,6 +324,9 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     if not config.trains:
         trained = 0
     weights = parameters * s.symbols["element"]
+    published = weights
+    if config.rollout.fp8 != "none":
+        published = engine_bytes(weights_of_model, config.rollout)
     num_valued = 0
     if config.critic is not None:
         of_critic = weights_of_chunk(replace(whole, has_value_head=True), 0, 0)
@@ -353,7 +357,7 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
         "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
         "tokens_per_step": tokens,
         "computed_tokens_per_step": _computed_tokens(config),
-        "publish_bytes": weights,
+        "publish_bytes": published,
         "checkpoint_bytes": saved,
         "sample_store_bytes": tokens * token_bytes,
     }
@@ -385,7 +389,7 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
     rollout = config.rollout
     s = sizes_of(hf, vocab_size, engine_layout(rollout))
     element = ELEMENT_BYTES[rollout.dtype]
-    weights = element * sum(w.numel for w in weights_of_chunk(s, 0, 0))
+    weights = engine_bytes(weights_of_chunk(s, 0, 0), rollout)
     adapters = 0
     if config.engine_adapter:  # in slots; as it was published, and as vLLM keeps it
         adapters = _slot_bytes(config, hf, vocab_size) + 2 * _adapter_bytes(config, hf, vocab_size)

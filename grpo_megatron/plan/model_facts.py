@@ -39,9 +39,13 @@ class ModelFacts:
     vocab_size: int | None  # None for a preset whose tokenizer decides
     max_position_embeddings: int | None
     is_mla: bool  # multi-head latent attention (DeepSeek)
-    has_query_rank: bool  # with it: queries have a low rank of their own
     sees_images: bool = False  # has a vision tower (docs/vision.md)
     num_deep_layers: int = 0  # first layers to whose outputs the tower's features are added
+    query_rank: int = 0  # of latent attention: the low rank of its queries; 0: none
+    latent_rank: int = 0  # of the vector that its keys and values are made of
+    latent_query_dim: int = 0  # of a head, both of its parts
+    latent_key_value_dim: int = 0  # of a head: what is made of the latent vector
+    latent_value_dim: int = 0  # of a head
 
     @property
     def is_moe(self) -> bool:
@@ -148,8 +152,23 @@ def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
         shared_expert_intermediate_size=hf["shared_expert_intermediate_size"] or 0,
         moe_layers=tuple(i for i, is_moe in enumerate(hf["moe_layers"]) if is_moe),
         is_mla=hf.get("kv_lora_rank") is not None,
-        has_query_rank=hf.get("q_lora_rank") is not None,
         max_position_embeddings=hf.get("max_position_embeddings"),
         sees_images="vision_config" in hf,
         num_deep_layers=num_deep_levels(hf),
+        **_latent_dims(hf),
     )
+
+
+def _latent_dims(hf: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of latent attention; none of another one."""
+    if hf.get("kv_lora_rank") is None:
+        return {}
+    without_position: int = hf["qk_nope_head_dim"]
+    value: int = hf["v_head_dim"]
+    return {
+        "query_rank": hf.get("q_lora_rank") or 0,
+        "latent_rank": hf["kv_lora_rank"],
+        "latent_query_dim": without_position + hf["qk_rope_head_dim"],
+        "latent_key_value_dim": without_position + value,
+        "latent_value_dim": value,
+    }

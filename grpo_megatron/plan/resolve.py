@@ -11,6 +11,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, DataError
 from grpo_megatron.plan.critic_model import CRITIC_MODEL_RULES
 from grpo_megatron.plan.engine_rules import is_cpu_engine
+from grpo_megatron.plan.fp8_weights import FP8_RULES
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.lora import LORA_RULES
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
@@ -78,6 +79,8 @@ def check_plan(config: RunConfig) -> list[Violation]:
     found = list(MODEL_RULES.violations(config, facts, config=config))
     found += VISION_RULES.violations(config, facts, config=config)
     found += CRITIC_MODEL_RULES.violations(config, config=config)
+    if config.rollout.fp8 != "none":
+        found += FP8_RULES.violations(config, facts, config=config)
     if config.lora is not None:
         found += LORA_RULES.violations(config, config.lora, facts, config=config)
     found += check_layout(Case(config.trainer, facts, config.rollout))

@@ -22,6 +22,7 @@ class Weight:
     numel: int  # on a rank
     kind: str = ""  # expert, router, tower, or shared: a tied embedding over pipeline stages
     is_trained: bool = True  # has a gradient and optimizer state
+    is_matrix: bool = False  # of a layer, for matrix products: engines may keep it in FP8
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,9 @@ def _weights_of_part(s: Sizes, part: str, kind: str) -> list[Weight]:
     for number, form in enumerate(FORMS["weights"][part], start=1):
         numel = product(form, s.symbols)
         if numel:
-            weights.append(Weight(numel, kind, is_trained=s.lora is None))
+            names = [factor for factor in form.split() if not factor.isdigit()]
+            is_matrix = len(names) > 1 and part != "router"
+            weights.append(Weight(numel, kind, is_trained=s.lora is None, is_matrix=is_matrix))
         for adapter in adapters:
             if adapter.after == number:
                 weights += adapter.weights(kind)

@@ -25,6 +25,7 @@ from grpo_megatron.network import (
     wait_for_endpoint,
 )
 from grpo_megatron.plan.engine_rules import is_cpu_engine
+from grpo_megatron.plan.fp8_weights import published_weights
 from grpo_megatron.plan.hf_config import engine_overrides
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
 from grpo_megatron.plan.memory import engine_cache_bytes
@@ -253,6 +254,8 @@ def _from_tables(
             environment[key] = text.format(**filled_in)
     if hf:
         overrides = engine_overrides(hf)
+        if samples:
+            overrides |= published_weights(rollout, hf)
         if overrides:
             words += ["--hf-overrides", json.dumps(overrides)]
     return words, environment

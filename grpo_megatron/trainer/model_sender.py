@@ -1,18 +1,20 @@
-"""The trainer's side of a publish: every rank sends the parts that it holds, as they are.
+"""The trainer's side of a publish: every rank sends the parts that it holds.
 
 Nothing is gathered; which part goes to which engine worker is planned in `weights.publish_plan`."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.errors import TransferError
 from grpo_megatron.network import own_address
+from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.carrier_names import Carrier, LinkKind
-from grpo_megatron.weights.gather import PieceReader, ShardedModel, all_gathered
+from grpo_megatron.weights.gather import all_gathered
 from grpo_megatron.weights.publish_plan import (
     HeldBox,
     Kept,
@@ -25,13 +27,30 @@ from grpo_megatron.weights.tensor_entry import TensorEntry
 from grpo_megatron.weights.transfer import StreamSender
 
 
+class Reader(Protocol):
+    """Reads parts of published tensors: `PieceReader`, `Fp8Reader`."""
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor."""
+
+
+class PublishedModel(Protocol):
+    """What a publish sends of a model: `ShardedModel` as it is, `Fp8Model` in FP8."""
+
+    def held_boxes(self) -> list[HeldBox]:
+        """Say which parts of which tensors this rank can send."""
+
+    def reader(self) -> Reader:
+        """Return what reads them as they are now. Collective."""
+
+
 class ModelSender:
     """Sends the model of all ranks under Hugging Face names. Every method is collective.
 
     Attributes:
         senders: This rank's ends of the streams to which it contributes, in the plan's order."""
 
-    def __init__(self, model: ShardedModel, config: PublishConfig, carrier: Carrier = "gloo"):
+    def __init__(self, model: PublishedModel, config: PublishConfig, carrier: Carrier = "gloo"):
         self.model = model
         self.config = config
         self.senders: list[StreamSender] = []
@@ -101,7 +120,7 @@ class ModelSender:
         begins with `open`."""
 
         def send_all() -> None:
-            reader = PieceReader(self.model)
+            reader = self.model.reader()
             # Bucket by bucket on every rank: each worker waits for one bucket of all its senders.
             for bucket in range(self._num_buckets):
                 for sender in self.senders:

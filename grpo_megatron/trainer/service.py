@@ -25,7 +25,7 @@ from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
 from grpo_megatron.trainer.megatron.policy import Policy, base_tensors, build_policy
 from grpo_megatron.trainer.megatron.static_bytes import static_bytes_of
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
-from grpo_megatron.trainer.model_sender import ModelSender
+from grpo_megatron.trainer.model_sender import ModelSender, PublishedModel
 from grpo_megatron.trainer.requests import (
     AnyRequest,
     CompareLogprobs,
@@ -57,7 +57,8 @@ from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
-from grpo_megatron.weights.gather import ShardedModel, on_rank_0
+from grpo_megatron.weights.fp8_model import Fp8Model
+from grpo_megatron.weights.gather import on_rank_0
 from grpo_megatron.weights.publish_plan import Kept, OpenedStream
 
 
@@ -176,9 +177,11 @@ class TrainerService:
             case Stop():  # whoever reads requests ends with this one
                 return None
 
-    def _published_weights(self) -> ShardedModel:
+    def _published_weights(self) -> PublishedModel:
         """Return the weights that a publish sends: with the adapters in them, unless engines get
-        these apart."""
+        these apart; in FP8 where engines keep them so."""
+        if self.config.rollout.fp8 != "none":
+            return Fp8Model(self.policy.sharded)
         if self.config.engine_adapter:
             return self.policy.base
         return self.policy.sharded

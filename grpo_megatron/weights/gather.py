@@ -127,6 +127,10 @@ class ShardedModel:
                 boxes.append(HeldBox(entry, held.box))
         return boxes
 
+    def reader(self) -> "PieceReader":
+        """Return what reads parts of the weights as they are now. Collective."""
+        return PieceReader(self)
+
     def _held_by(self, shard: Shard, tensor: torch.Tensor) -> list[HeldTensor]:
         parameter = self.map.parameter(shard.name, shard.full_shape)
         return parameter.held_by(tensor, shard.dim, shard.size, shard.rank)

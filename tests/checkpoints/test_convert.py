@@ -17,8 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_megatron.checkpoints.hf_import import BLOCK, dequantise, scale_name
 from grpo_megatron.cli.main import main
+from grpo_megatron.plan.fp8_weights import BLOCK
+from grpo_megatron.weights.fp8_blocks import dequantise, scale_name
 from tests.checkpoints.test_hf_import import _change, _split_in_two
 from tests.checkpoints.test_resume import LAYOUTS
 

@@ -15,11 +15,11 @@ from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import (
     HFReader,
     HFSource,
-    dequantise,
     import_weights,
     refuse_unfit,
 )
 from grpo_megatron.errors import CheckpointError
+from grpo_megatron.weights.fp8_blocks import dequantise
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from grpo_megatron.weights.parameters import TensorMap, rules_for
 

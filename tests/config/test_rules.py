@@ -101,6 +101,8 @@ BROKEN = [
     ),
     ("lora_routers", ["lora.rank=4", "routing.router_policy=none"]),
     ("lora_publish", [*LORA, "lora.publish=adapter", "publish.method=file"]),
+    ("lora_publish", [*LORA, "lora.publish=adapter", "rollout.fp8=blockwise"]),
+    ("fp8_of_files", ["rollout.fp8=blockwise", "publish.method=file"]),
     ("lora_dora", [*LORA, "lora.dora=true", "lora.experts=shared"]),
     ("lora_dora", [*LORA, "lora.dora=true", "lora.publish=adapter"]),
     ("lora_precision", ["lora.rank=4", "trainer.fp8=blockwise", "trainer.precision=bfloat16"]),

@@ -13,6 +13,7 @@ import numpy as np
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.plan.fp8_weights import BLOCK
 from grpo_megatron.plan.tensor_names import transformers_type
 from grpo_megatron.weights.transformers_model import load_config, load_model, rename_tensors
 from tests.trainer import families
@@ -21,6 +22,17 @@ _SIZES = {"vocab_size": 96, "hidden_size": 96, "intermediate_size": 96}
 _EXPERT_SIZES = {"moe_intermediate_size": 32}
 # half of it, for each of two tensor-parallel workers, still fills blocks of the CPU's kernels
 _OWN_SIZES = {"qwen3_moe_all_sparse": {"hidden_size": 128}}
+_BLOCKS = {  # halves of every width are whole blocks
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 _ORIGINAL_POSITIONS = 64  # by YaRN's factor of 4: max_position_embeddings
 # What the shapes of `families` do not have.
 _MORE = {
@@ -54,6 +66,18 @@ def settings_of(name: str) -> dict:
     scaling = hf.get("rope_scaling") or {}
     if scaling.get("type") == "yarn":
         hf |= {"rope_scaling": scaling | {"original_max_position_embeddings": _ORIGINAL_POSITIONS}}
+    return hf
+
+
+def wide_settings_of(name: str) -> dict:
+    """config.json of a name as for `settings_of`, of which two ranks have whole blocks of FP8."""
+    hf = settings_of(name)
+    for field, size in _BLOCKS.items():
+        if hf.get(field) is not None:
+            hf[field] = size
+    has_kernel = hf.get("kv_lora_rank") == 512  # vLLM's CPU build has one for its sizes
+    if "kv_lora_rank" in hf and not has_kernel:
+        hf |= {"kv_lora_rank": BLOCK, "qk_rope_head_dim": 32}
     return hf
 
 

@@ -8,23 +8,12 @@ import numpy as np
 import pytest
 
 from tests.e2e import runs
-from tests.e2e.family_models import differences, settings_of, write_checkpoint
+from tests.e2e.family_models import differences, settings_of
+from tests.e2e.family_runs import train_and_convert
 
 pytestmark = [pytest.mark.engine, pytest.mark.families]
 
 LAST = 2  # the step that is looked at; its weights are those of a checkpoint
-R3 = ("routing.replay=r3", "routing.on_missing=fail")
-LAYOUTS = {
-    "one": (1, {}),
-    "tp2": (2, {"tensor_parallel_size": 2}),
-    "pp2": (2, {"pipeline_parallel_size": 2}),
-    "ep2": (2, {"expert_parallel_size": 2}),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "cp2_ep2": (2, {"context_parallel_size": 2, "expert_parallel_size": 2}),
-    "tp2_etp1": (2, {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 1}),
-    "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    "pp2_ep2": (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}),
-}
 CASES = [
     # config.json as released models have it, or as transformers 5 saves it
     ("qwen2", "tp2", "ours"),
@@ -87,45 +76,22 @@ def test_data_parallel_engines_compute_what_transformers_does(tmp_path, name, en
 
 def compare(tmp_path: Path, name: str, layout: str, config_of: str, *engines: str) -> None:
     """Train, export, and hold the engine's log-probs against transformers'."""
-    model, run = tmp_path / "model", tmp_path / "run"
-    write_checkpoint(model, name, config_of_transformers=config_of == "transformers")
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
-        Path(runs.RECIPE).read_text().replace('preset = "tiny-qwen3-moe"', f'path = "{model}"')
-    )
-    num_ranks, sizes = LAYOUTS[layout]
-    is_sparse = "num_experts_per_tok" in settings_of(name)
-    done = runs.command(
-        "train",
-        str(recipe),
-        f"runs_dir={tmp_path}",
-        "name=run",
-        f"num_steps={LAST + 1}",
-        f"checkpoint.interval={LAST}",
-        f"trainer.num_ranks={num_ranks}",
-        "trainer.expert_parallel_size=1",
-        *(f"trainer.{key}={size}" for key, size in sizes.items()),
-        *(R3 if is_sparse else ()),
+    hf = settings_of(name)
+    trained, step = train_and_convert(
+        tmp_path,
+        hf,
+        layout,
         *engines,
+        last=LAST,
+        config_of_transformers=config_of == "transformers",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    trained = tmp_path / "trained"
-    converted = runs.command(
-        "convert",
-        "to-hf",
-        str(run / f"checkpoints/step_{LAST:06}"),
-        "--to",
-        str(trained),
-        "--no-probe",
-    )
-    assert converted.returncode == 0, converted.stdout + converted.stderr
-    errors = differences(trained, run / f"store/step_{LAST:06}")
+    errors = differences(trained, step)
     print(
         f"{name} {layout} config.json: {config_of}, median {np.median(errors):.2g},",
         f"{(errors > 1e-3).mean():.2%} of {len(errors)} tokens beyond 1e-3",
     )
     assert np.median(errors) < 1e-5
     assert (errors > 1e-3).mean() <= 0.01
-    if is_sparse:
-        for record in runs.metrics(run):
+    if "num_experts_per_tok" in hf:
+        for record in runs.metrics(tmp_path / "run"):
             assert record["routing/rollout_slot_flip_rate"] <= 0.01

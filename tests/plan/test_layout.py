@@ -190,6 +190,7 @@ def test_latent_attention_needs_sequence_parallelism_with_tp():
         ("engine_arguments", MOE, {"engine_arguments": ("--tensor_parallel_size=2",)}),
         ("engine_arguments", MOE, {"engine_arguments": ("-tp=2",)}),
         ("engine_arguments", MOE, {"engine_arguments": ("--api-key", "secret")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--quantization", "fp8")}),
         ("record_routes", DENSE, {"record_routes": True}),
         ("context_length", MOE, {"max_model_len": 4097}),
         ("truncation_bound", replace(MOE, vocab_size=1025), {"top_p": 0.9}),

@@ -9,16 +9,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.plugin.kept_boxes import record_kept_boxes
 from grpo_megatron.rollout.plugin.received_parts import loadable
 from grpo_megatron.weights.boxes import Box, whole_box
+from grpo_megatron.weights.fp8_blocks import quantise, scale_name
 from grpo_megatron.weights.tensor_entry import TensorEntry, entry_of
 
 Weights = dict[str, torch.Tensor]
@@ -26,7 +28,12 @@ Weights = dict[str, torch.Tensor]
 
 @contextmanager
 def worker_model(
-    checkpoint: Path, *, tensor_parallel_size: int = 1, rank: int = 0, expert_parallel: bool = False
+    checkpoint: Path,
+    *,
+    tensor_parallel_size: int = 1,
+    rank: int = 0,
+    expert_parallel: bool = False,
+    fp8: Literal["none", "blockwise"] = "none",
 ) -> Iterator[tuple[Any, torch.nn.Module]]:
     """vLLM's configuration and model of worker `rank`, with random weights."""
     os.environ["VLLM_PLUGINS"] = "grpo_megatron"
@@ -36,18 +43,20 @@ def worker_model(
     from vllm.model_executor.model_loader import get_model
     from vllm.plugins import load_general_plugins
 
+    from grpo_megatron.plan.fp8_weights import published_weights
     from grpo_megatron.plan.hf_config import engine_overrides
     from grpo_megatron.rollout.replica import _hf_config
 
     load_general_plugins()
     hf = _hf_config(checkpoint)
+    overrides = engine_overrides(hf) | published_weights(RolloutConfig(fp8=fp8), hf)
     attention_backend = None
     if hf.get("kv_lora_rank") is not None:
         attention_backend = "CPU_MLA"  # as a replica's, whatever CPU this is
     config = EngineArgs(
         model=str(checkpoint),
         dtype="float32",
-        hf_overrides=engine_overrides(hf) or {},
+        hf_overrides=overrides,
         attention_backend=attention_backend,
         tensor_parallel_size=tensor_parallel_size,
         enable_expert_parallel=expert_parallel,
@@ -149,10 +158,15 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def compare_sliced_load(
-    checkpoint: str, tensor_parallel_size: int, rank: int, expert_parallel: bool
+    checkpoint: str,
+    tensor_parallel_size: int,
+    rank: int,
+    expert_parallel: bool,
+    fp8: Literal["none", "blockwise"] = "none",
 ) -> dict[str, Any]:
     """Load a checkpoint as a whole, then other numbers, then the kept parts of the checkpoint.
 
+    fp8: as `rollout.fp8`; the tensors of the checkpoint are then rounded as a publish does.
     Returns `different` names of parameters between the first and the last, `unchanged` by the
     second, the bytes kept and those of the whole checkpoint, and tensors that are taken `whole`."""
     from safetensors.torch import load_file
@@ -160,18 +174,21 @@ def compare_sliced_load(
     weights: Weights = {}
     for file in sorted(Path(checkpoint).glob("*.safetensors")):
         weights |= load_file(file)
+    if fp8 == "blockwise":
+        weights = in_fp8(weights)
     entries = [entry_of(name, tensor) for name, tensor in weights.items()]
     with worker_model(
         Path(checkpoint),
         tensor_parallel_size=tensor_parallel_size,
         rank=rank,
         expert_parallel=expert_parallel,
+        fp8=fp8,
     ) as (config, model):
         before = state_of(model)
         boxes, whole = record_kept_boxes(model, entries)
         assert state_of(model) == before, "recording changed parameters"
         expected = load(config, model, weights.items())
-        others = ((name, tensor + 1) for name, tensor in weights.items())
+        others = ((name, _changed(tensor)) for name, tensor in weights.items())
         scrambled = load(config, model, others)
         found = load(config, model, loadable(_kept(entries, weights, boxes)))
     kept_bytes = 0
@@ -186,6 +203,41 @@ def compare_sliced_load(
         "parameter_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "whole": whole,
     }
+
+
+MATRICES = ("proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+"""End the names of the tensors that `rollout.fp8` is of."""
+
+
+def in_fp8(weights: Weights) -> Weights:
+    """Return numbers and scales of matrices, in the order of the tensors, and the rest as it is."""
+    found: Weights = {}
+    for name, tensor in weights.items():
+        found[name] = tensor
+        if name.endswith(MATRICES):
+            found[name], found[scale_name(name)] = quantise(tensor)
+    return found
+
+
+def _changed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return other numbers of the same type."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return (-tensor.float()).to(tensor.dtype)
+    return tensor + 1
+
+
+def record_in_another_precision(checkpoint: str) -> str:
+    """Ask a worker that keeps FP8 what it keeps of a checkpoint that has none; the error."""
+    from safetensors.torch import load_file
+
+    weights = load_file(Path(checkpoint) / "model.safetensors")
+    entries = [entry_of(name, tensor) for name, tensor in weights.items()]
+    with worker_model(Path(checkpoint), fp8="blockwise") as (_, model):
+        try:
+            record_kept_boxes(model, entries)
+        except MismatchError as error:
+            return error.message
+    return ""
 
 
 def load_less_than_planned(checkpoint: str, name: str) -> str:

@@ -10,8 +10,17 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.e2e.family_models import settings_of, write_checkpoint
-from tests.rollout.engine_models import compare_sliced_load, load_less_than_planned
+from tests.e2e.family_models import (
+    settings_of,
+    wide_settings_of,
+    write_checkpoint,
+    write_random_model,
+)
+from tests.rollout.engine_models import (
+    compare_sliced_load,
+    load_less_than_planned,
+    record_in_another_precision,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -22,6 +31,7 @@ WORKERS = {  # size of the tensor-parallel group, rank in it, whether experts ar
     "tp4_rank2": (4, 2, False),
 }
 GATE = [("deepseek_v3_kernel", "ep2_rank0")]
+FP8_GATE = [("deepseek_v3_kernel", "tp2_rank1")]
 SPARSE = [
     "mixtral",
     "qwen3_moe_all_sparse",
@@ -52,6 +62,17 @@ def cases() -> list:
     return found
 
 
+def fp8_cases() -> list:
+    found = []
+    for name in (*DENSE, *SPARSE):
+        for worker in ("tp1", "tp2_rank1", "ep2_rank0"):
+            if worker.startswith("ep") and name in DENSE:
+                continue
+            marks = () if (name, worker) in FP8_GATE else (pytest.mark.families,)
+            found.append(pytest.param(name, worker, marks=marks, id=f"{name}-{worker}"))
+    return found
+
+
 @pytest.fixture(scope="module")
 def vllm_process():
     """A process in which one worker after the other is made: vLLM has global state."""
@@ -73,6 +94,21 @@ def checkpoint_of(tmp_path_factory):
     return of
 
 
+@pytest.fixture(scope="module")
+def wide_checkpoint_of(tmp_path_factory):
+    """Checkpoints of which two workers have whole blocks of FP8 each."""
+    written = {}
+
+    def of(name: str) -> str:
+        if name not in written:
+            written[name] = tmp_path_factory.mktemp("wide_checkpoints") / name
+            hf = wide_settings_of(name)
+            write_random_model(written[name], hf, config_of_transformers=False)
+        return str(written[name])
+
+    return of
+
+
 @pytest.mark.parametrize(("name", "worker"), cases())
 def test_the_kept_parts_load_as_the_whole_checkpoint_does(
     vllm_process, checkpoint_of, name, worker
@@ -86,6 +122,26 @@ def test_the_kept_parts_load_as_the_whole_checkpoint_does(
     assert found["kept_bytes"] <= found["all_bytes"]
     if size > 1:
         assert found["kept_bytes"] < found["all_bytes"]
+
+
+@pytest.mark.parametrize(("name", "worker"), fp8_cases())
+def test_so_do_numbers_and_scales_of_fp8(vllm_process, wide_checkpoint_of, name, worker):
+    checkpoint = wide_checkpoint_of(name)
+    found = vllm_process.submit(
+        compare_sliced_load, checkpoint, *WORKERS[worker], "blockwise"
+    ).result()
+    assert not found["different"]
+    unchanged = [name for name in found["unchanged"] if "proj" in name or "_scale_inv" in name]
+    assert not unchanged
+    assert not found["whole"], "everything that vLLM's loaders copy is a box"
+    if WORKERS[worker][0] > 1:
+        assert found["kept_bytes"] < found["all_bytes"]
+
+
+def test_an_engine_in_fp8_takes_nothing_else(vllm_process, wide_checkpoint_of):
+    checkpoint = wide_checkpoint_of("qwen3")
+    told = vllm_process.submit(record_in_another_precision, checkpoint).result()
+    assert "in float8_e4m3fn, and it is published in float32" in told
 
 
 def test_a_worker_that_wants_more_than_it_said_is_refused(vllm_process, checkpoint_of):

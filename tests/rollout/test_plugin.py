@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 import os
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import (
     cpu_eager_layers,
     cpu_fork_start,
+    cpu_fp8_blocks,
     cpu_latent_attention,
     cpu_latent_norm,
     cpu_moe_beside_adapters,
@@ -29,6 +31,7 @@ from grpo_megatron.rollout.plugin import (
     require_supported_vllm,
     whole_sequences,
 )
+from grpo_megatron.weights.fp8_blocks import dequantise, quantise
 
 pytestmark = [
     pytest.mark.engine,
@@ -334,3 +337,83 @@ def test_one_adapter_is_computed_without_copies(monkeypatch):
     mixed = _added(tuple(has_adapter.tolist()))
     torch.testing.assert_close(mixed, expected * has_adapter[:, None])
     assert (_added((0, 0, 0, 0, 0)) == 0).all()
+
+
+WITHOUT_AMX = pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="this processor has AMX, for which vLLM has kernels"
+)
+
+
+def test_upstream_takes_no_float32_beside_fp8(restore):
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    restore(Fp8Config, "get_supported_act_dtypes")
+    assert torch.float32 not in Fp8Config.get_supported_act_dtypes()
+    cpu_fp8_blocks._allow_float32()
+    assert torch.float32 in Fp8Config.get_supported_act_dtypes()
+
+
+@WITHOUT_AMX
+def test_upstream_kernels_for_blocks_of_fp8_need_amx():
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.platforms import PlatformEnum
+
+    for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]:
+        is_supported, reason = kernel.is_supported()
+        assert not is_supported and "requires AMX" in reason
+    assert not cpu_moe.CPUExpertsFp8._supports_current_device()
+
+
+@WITHOUT_AMX
+def test_blocks_of_fp8_are_multiplied_without_amx(monkeypatch, restore):
+    """Matrices and experts, of which this worker has every second one."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.platforms import PlatformEnum
+
+    kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS
+    there = {**kernels, PlatformEnum.CPU: list(kernels[PlatformEnum.CPU])}
+    monkeypatch.setattr(linear, "_POSSIBLE_FP8_BLOCK_KERNELS", there)
+    restore(cpu_moe, "CPUExpertsFp8", "prepare_fp8_moe_layer_for_cpu")
+    cpu_fp8_blocks._add_linear_kernel()
+    cpu_fp8_blocks._replace_experts()
+    kernel = there[PlatformEnum.CPU][-1]
+    assert kernel.is_supported() == (True, None)
+    tokens, weight = torch.randn(5, 130), torch.randn(200, 130)
+    numbers, scales = quantise(weight)
+    found = kernel.apply_block_scaled_mm(None, tokens, numbers, tokens.new_empty(1), scales)
+    torch.testing.assert_close(found, tokens @ dequantise(numbers, scales, torch.float32).T)
+
+    gate_up, down = torch.randn(2, 256, 130), torch.randn(2, 130, 128)
+    w1, w1_scale = (torch.stack(parts) for parts in zip(*map(quantise, gate_up), strict=True))
+    w2, w2_scale = (torch.stack(parts) for parts in zip(*map(quantise, down), strict=True))
+    experts = SimpleNamespace(w1_scale=w1_scale, w2_scale=w2_scale)
+    ids = torch.tensor([[0, 1], [2, 0], [3, 2], [1, 3], [2, 3]], dtype=torch.int32)
+    shares = torch.rand(5, 2)
+    here = torch.tensor([0, -1, 1, -1])
+    output = torch.full((5, 130), torch.nan)
+    arguments = (output, tokens, w1, w2, shares, ids, None, 4, here)
+    cpu_moe.CPUExpertsFp8.apply(experts, *arguments, None, None, None, None, None, False)
+    expected = torch.zeros(5, 130)
+    for token, place in itertools.product(range(5), range(2)):
+        expert = int(here[ids[token, place]])
+        if expert < 0:
+            continue
+        both = tokens[token] @ dequantise(w1[expert], w1_scale[expert], torch.float32).T
+        activated = torch.nn.functional.silu(both[:128]) * both[128:]
+        of_expert = activated @ dequantise(w2[expert], w2_scale[expert], torch.float32).T
+        expected[token] += shares[token, place] * of_expert
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trainer_rounds_to_fp8_as_vllm_does(dtype):
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    weight = (torch.randn(300, 260) * torch.logspace(-4, 2, 260)).to(dtype)
+    weight[:128, :128] = 0
+    numbers, scales = quantise(weight)
+    expected, expected_scales = per_block_cast_to_fp8(weight, [128, 128])
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)

@@ -73,6 +73,19 @@ def adapters_go_through_memory(run: RunConfig) -> Violation | None:
     )
 
 
+@LORA_RUN_RULES.rule("lora_publish")
+def adapters_are_not_beside_fp8(run: RunConfig) -> Violation | None:
+    """Refuse adapters that engines compute beside weights in FP8."""
+    if not run.engine_adapter or run.rollout.fp8 == "none":
+        return None
+    return Violation(
+        "lora.publish",
+        "engines that keep their weights in FP8 get adapters in these",
+        nearest=("merged",),
+        related=("rollout.fp8",),
+    )
+
+
 @LORA_RUN_RULES.rule("lora_dora")
 def experts_have_magnitudes_of_their_own(run: RunConfig) -> Violation | None:
     """Refuse DoRA with adapters that experts share: their weights differ, and so their norms."""

@@ -424,6 +424,20 @@ def files_have_no_changes(run: RunConfig) -> Violation | None:
     )
 
 
+@RUN_RULES.rule("fp8_of_files")
+def files_have_no_fp8(run: RunConfig) -> Violation | None:
+    """Refuse weights in FP8 where they travel as files, which an export writes."""
+    if run.rollout.fp8 == "none" or run.publish.method != "file":
+        return None
+    return Violation(
+        "rollout.fp8",
+        "weights go through files, which have the trainer's numbers (publish.method=file)",
+        nearest=("none",),
+        remedy="set rollout.fp8=none, or another publish.method",
+        related=("publish.method",),
+    )
+
+
 @RUN_RULES.rule("canary_tolerance")
 def tolerance_allows_for_rounding(run: RunConfig) -> Violation | None:
     """Refuse a canary tolerance below what bfloat16 rounds."""

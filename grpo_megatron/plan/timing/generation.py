@@ -24,7 +24,7 @@ class EngineLoad:
     """Sequences that run at once: as many as the server may, the client asks for and the cache
     holds."""
     weight_share: float = 1.0
-    """Bytes of a weight, in those of the engine's type: 0.5 in FP8."""
+    """Bytes of a weight of layers, in those of the engine's type: 0.5 in FP8."""
     is_eager: bool = False
     """Whether kernels are launched one by one, without CUDA graphs."""
     batches_in_flight: float = 1.0
@@ -63,8 +63,9 @@ def decode_amounts(
         read += of_moe + one * experts_met(s.symbols["experts"], top_k, num_sequences)
         active += of_moe + one * top_k
     attention = len(layers) * attention_flops_of_token(s, context)
+    tables = s.symbols["vocabulary"] * s.symbols["hidden"]
     return DecodeAmounts(
-        weight_bytes=read * element * weight_share,
+        weight_bytes=(tables + (read - tables) * weight_share) * element,
         cache_bytes=num_sequences * context * cache_bytes_per_token(s),
         flops=num_sequences * (2 * active + attention),
     )

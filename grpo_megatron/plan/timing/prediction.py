@@ -6,6 +6,7 @@ from typing import Any
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.fp8_weights import BLOCK, SCALE_BYTES
 from grpo_megatron.plan.memory import (
     Plan,
     engine_layout,
@@ -35,7 +36,7 @@ from grpo_megatron.plan.timing.trainer import (
     trainer_work,
 )
 from grpo_megatron.plan.timing.work import model_flops, parameters_of_rank
-from grpo_megatron.plan.weights import Sizes, sizes_of
+from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of
 
 MEDIAN_ERROR = 0.23
 WORST_ERROR = 0.61
@@ -300,9 +301,9 @@ def asked_at_once(config: RunConfig) -> int:
 
 
 def _weight_share(config: RunConfig) -> float:
-    """Return bytes of an engine's weight, in those of its type."""
-    if config.rollout.engine_argument("--quantization") == "fp8":
-        return 0.5
+    """Return bytes of a weight of layers in an engine, in those of its type."""
+    if config.rollout.fp8 == "blockwise":
+        return (1 + SCALE_BYTES / BLOCK**2) / ELEMENT_BYTES[config.rollout.dtype]
     return 1.0
 
 

@@ -23,6 +23,7 @@ _CPU_FIXES: tuple[str, ...] = (
     "cpu_data_parallel",
     "cpu_eager_layers",
     "cpu_expert_map",
+    "cpu_fp8_blocks",
     "cpu_latent_attention",
     "cpu_latent_norm",
     "cpu_moe_beside_adapters",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.plugin.adapter_slot import without_wrappers
 from grpo_megatron.rollout.plugin.checkpoint_tensor import (
     CheckpointTensor,
@@ -19,7 +20,7 @@ from grpo_megatron.rollout.plugin.checkpoint_tensor import (
     checkpoint_tensor,
 )
 from grpo_megatron.weights.boxes import Box, whole_box
-from grpo_megatron.weights.tensor_entry import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.layerwise import LayerReloadingInfo
@@ -38,6 +39,7 @@ class RecordingSource:
 
     def copy_into(self, parameter: torch.Tensor, wanted: CheckpointTensor) -> None:
         """Note the part that `wanted` shows."""
+        require_precision(parameter, wanted)
         count_copy(parameter, wanted)
         if wanted.numel() == 0:
             return
@@ -52,6 +54,18 @@ def count_copy(parameter: torch.Tensor, wanted: CheckpointTensor) -> None:
     """Let vLLM count a copy into a parameter on the meta device: by it a layer is complete."""
     if parameter.is_meta:
         parameter.copy_(torch.empty(wanted.shape, dtype=wanted.dtype, device="meta"))
+
+
+def require_precision(parameter: torch.Tensor, wanted: CheckpointTensor) -> None:
+    """Raise MismatchError where numbers would lose what a scale beside them keeps."""
+    if parameter.dtype.itemsize == 1 and wanted.dtype != parameter.dtype:
+        raise MismatchError(
+            f"the engine keeps {wanted.tensor_name!r} in {dtype_name(parameter.dtype)}, and it is "
+            f"published in {dtype_name(wanted.dtype)}",
+            where="rollout.fp8",
+            remedy="set rollout.fp8 = 'blockwise' and leave quantisation out of "
+            "rollout.engine_arguments",
+        )
 
 
 def record_kept_boxes(
