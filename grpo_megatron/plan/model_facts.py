@@ -163,12 +163,13 @@ def _latent_dims(hf: Mapping[str, Any]) -> dict[str, int]:
     """Sizes of latent attention; none of another one."""
     if hf.get("kv_lora_rank") is None:
         return {}
-    without_position: int = hf["qk_nope_head_dim"]
-    value: int = hf["v_head_dim"]
+    without_position: int = hf.get("qk_nope_head_dim") or 0
+    with_position: int = hf.get("qk_rope_head_dim") or 0
+    value: int = hf.get("v_head_dim") or 0
     return {
         "query_rank": hf.get("q_lora_rank") or 0,
         "latent_rank": hf["kv_lora_rank"],
-        "latent_query_dim": without_position + hf["qk_rope_head_dim"],
+        "latent_query_dim": without_position + with_position,
         "latent_key_value_dim": without_position + value,
         "latent_value_dim": value,
     }

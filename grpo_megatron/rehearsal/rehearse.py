@@ -98,6 +98,7 @@ def rehearse_recipe(
             num_layers_of(config.trainer),
             special_tokens_of(config),
             given_model=model,
+            fills_blocks=config.rollout.fp8 != "none",
         )
         stand_ins = writer.write(config, config)
         changes = scale_down(config, stand_ins)

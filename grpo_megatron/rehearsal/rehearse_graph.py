@@ -167,11 +167,19 @@ def _changes(
     configs = _configs(graph)
     special_tokens: list[str] = []
     num_layers = []
+    in_fp8 = False
     for config in configs.values():
+        in_fp8 = in_fp8 or config.rollout.fp8 != "none"
         special_tokens += special_tokens_of(config)
         num_layers.append(num_layers_of(config.trainer))
     writer = StandInWriter(
-        inputs, server, teachers, max(num_layers), special_tokens, given_model=model
+        inputs,
+        server,
+        teachers,
+        max(num_layers),
+        special_tokens,
+        given_model=model,
+        fills_blocks=in_fp8,
     )
     found = []
     for name, config in configs.items():

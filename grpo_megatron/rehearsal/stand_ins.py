@@ -39,6 +39,8 @@ class StandInWriter:
     """What the templates write beside text; one token each."""
     given_model: Path | None = None
     """A checkpoint that is used instead of a tiny model."""
+    fills_blocks: bool = False
+    """Whether matrices of tiny models divide into blocks of FP8."""
 
     def __post_init__(self) -> None:
         self._models: dict[str, Path] = {}
@@ -107,7 +109,7 @@ class StandInWriter:
             init_weights(directory, seed)
             self._models[key] = directory
             return directory
-        tiny = tiny_config(hf, self.num_layers)
+        tiny = tiny_config(hf, self.num_layers, fills_blocks=self.fills_blocks)
         write_tiny_checkpoint(directory, tiny, self.special_tokens, seed)
         self._models[key] = directory
         return directory

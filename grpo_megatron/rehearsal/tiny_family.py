@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.image_settings import token_pixels
 from grpo_megatron.plan.family import tables_of
+from grpo_megatron.plan.fp8_weights import BLOCK
 from grpo_megatron.plan.hf_config import as_transformers_reads, flattened
 from grpo_megatron.plan.tensor_names import transformers_type
 
@@ -26,6 +27,17 @@ _LATENT_SIZES = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
+}
+_KV_HEADS_OF_BLOCKS = 8
+"""With heads of `HEAD_DIM` columns, two blocks."""
+_SIZES_OF_BLOCKS = {
+    "hidden_size": BLOCK,
+    "intermediate_size": 2 * BLOCK,
+    "moe_intermediate_size": 2 * BLOCK,
+    "shared_expert_intermediate_size": 2 * BLOCK,
+    "q_lora_rank": BLOCK,
+    "kv_lora_rank": BLOCK,
+    "qk_rope_head_dim": 32,
 }
 _NUM_EXPERTS = 8
 _NUM_GROUPS = 4
@@ -52,10 +64,13 @@ _NOT_CARRIED = ("quantization_config", "auto_map", "transformers_version")
 """Block-quantised weights and remote code of the release; a random model has neither."""
 
 
-def tiny_config(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def tiny_config(
+    hf: Mapping[str, Any], num_layers: int, *, fills_blocks: bool = False
+) -> dict[str, Any]:
     """Return the configuration `hf` (any dialect of config.json) with tiny sizes and `num_layers`
     layers, fields of a text beside those of its tower.
 
+    fills_blocks: sizes of which two ranks have whole blocks of FP8 each (`plan.fp8_weights`).
     Vocabulary and special tokens are not set: they come from the tokenizer."""
     config = flattened(hf)
     for name in _NOT_CARRIED:
@@ -68,6 +83,8 @@ def tiny_config(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     _shrink_experts(config)
     _shrink_positions(config)
     _shrink_tower(config)
+    if fills_blocks:
+        _fill_blocks(config)
     return config
 
 
@@ -109,6 +126,21 @@ def _shrink_heads(config: dict[str, Any]) -> None:
         config["intermediate_size"] = _DENSE_WIDTH
     if config.get("initializer_range") is not None:
         config["initializer_range"] = 0.05
+
+
+def _fill_blocks(config: dict[str, Any]) -> None:
+    """Widen what `rollout.fp8` rounds."""
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    config["num_attention_heads"] = heads // kv_heads * _KV_HEADS_OF_BLOCKS
+    if config.get("num_key_value_heads"):
+        config["num_key_value_heads"] = _KV_HEADS_OF_BLOCKS
+    for name, size in _SIZES_OF_BLOCKS.items():
+        if config.get(name):
+            config[name] = size
+    has_head_dim = config.get("kv_lora_rank") or config.get("head_dim")
+    if not has_head_dim:
+        config["hidden_size"] = HEAD_DIM * config["num_attention_heads"]
 
 
 def _shrink_experts(config: dict[str, Any]) -> None:

@@ -184,6 +184,22 @@ class RouteSource:
             counts_once=self._counts_once,
         )
 
+    def token_pass(self, update: UpdateBatch) -> RoutingPass | None:
+        """Build a pass with gradients of a loss that knows no old policy, such as distillation's.
+
+        None where the live experts are taken and no others were recorded."""
+        if not self.active or update.routes is None:
+            return None
+        replayed: Sequence[Routes] | None = None
+        if self.settings.replay == "r3":
+            replayed = update.routes
+        return RoutingPass(
+            replayed=replayed,
+            compared={"rollout": update.routes},
+            measure=True,
+            counts_once=self._counts_once,
+        )
+
     def margin_pass(self, update: UpdateBatch) -> RoutingPass | None:
         """Build a pass that only looks at the current weights, with the routes of training.
 

@@ -258,6 +258,20 @@ def test_the_loss_of_a_step_is_the_mean_over_its_updates(world1, moe_model, thre
     assert found["metrics"]["loss/value"] == pytest.approx(np.mean(found["losses"]), rel=1e-6)
 
 
+def test_recorded_experts_are_replayed_and_compared(world1, moe_model, tmp_path):
+    """As in reinforcement learning, also where the live experts are taken."""
+    samples = write_samples(tmp_path / "step_000001", hf=MOE)
+    flips, losses = {}, {}
+    for replay in ("none", "r3"):
+        found = world1.run(
+            CASES + "supervise", model=moe_model, samples=samples, routing={"replay": replay}
+        )
+        flips[replay] = found["metrics"]["routing/rollout_slot_flip_rate"]
+        losses[replay] = found["losses"][0]
+    assert flips["none"] == pytest.approx(flips["r3"]) and flips["r3"] > 0.1  # routes are random
+    assert losses["none"] != pytest.approx(losses["r3"], rel=1e-5)
+
+
 def test_sampled_mode_has_the_gradient_of_reverse_kl_on_average():
     """Every word as if it had been sampled, weighed by its probability."""
     from types import SimpleNamespace
