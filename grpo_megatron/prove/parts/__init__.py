@@ -103,6 +103,14 @@ PARTS = (
         limit_s=180.0,
     ),
     Part(
+        "run-fp8-engine",
+        "an engine whose matrices are in FP8, published so, judged as the part before",
+        runs.run_fp8_engine,
+        needs=(a_gpu, fp8_in_blocks),
+        usual_s=45.0,
+        limit_s=180.0,
+    ),
+    Part(
         "memory",
         "the highest memory of an update of 16k tokens is what `plan` says",
         memory.run,

@@ -93,6 +93,7 @@ DENSE = Wanted("dense")
 EXPERTS = Wanted("moe", ["routing.replay=r3", "routing.on_missing=fail"], [_EAGER])
 COLOCATED = Wanted("dense", (), [_EAGER], colocated=True, is_resumed=False)
 FP8 = Wanted("dense", ["trainer.fp8=blockwise"], [_EAGER], is_resumed=False)
+FP8_ENGINE = Wanted("moe", ["rollout.fp8=blockwise", *EXPERTS.settings], [_EAGER], is_resumed=False)
 
 
 def run_dense(job: Job) -> None:
@@ -120,6 +121,11 @@ def run_colocated(job: Job) -> None:
 def run_fp8(job: Job) -> None:
     """FP8 in the trainer, bfloat16 in the engine: how far are their log-probs apart?"""
     _run(job, FP8)
+
+
+def run_fp8_engine(job: Job) -> None:
+    """FP8 in the engine, whose weights the trainer rounds and publishes: how far apart are they?"""
+    _run(job, FP8_ENGINE)
 
 
 def _run(job: Job, wanted: Wanted) -> None:
