@@ -114,6 +114,24 @@ def _is_set(objective: ObjectiveConfig, name: str) -> bool:
     return bool(getattr(objective, name) != usual)
 
 
+@ADVICE.rule("rounded_samples")
+def samples_of_rounded_weights_are_corrected(config: RunConfig) -> Violation | None:
+    """Warn of samples from weights in FP8 that the loss takes for the policy's own."""
+    objective = config.objective
+    is_corrected = objective.mismatch != "none" or objective.proximal == "rollout"
+    if config.kind != "rl" or config.num_steps == 0:
+        return None
+    if config.rollout.fp8 == "none" or is_corrected:
+        return None
+    return Violation(
+        "objective.mismatch",
+        "engines sample from rounded weights (rollout.fp8), and nothing weighs how far these are "
+        "from the trained ones",
+        nearest=("tis", "icepop"),
+        related=("rollout.fp8",),
+    )
+
+
 @ADVICE.rule("usual_staleness")
 def staleness_is_a_published_one(config: RunConfig) -> list[Violation]:
     """Warn of learning rates and batches that no published run has so far ahead."""

@@ -69,6 +69,20 @@ def test_prompts_that_are_proposed_are_enough():
     assert keys(RELEASED, *overrides, "batch.num_prompts=22") == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["objective.mismatch=none"], ["objective.mismatch"]),
+        (["objective.mismatch=tis"], []),
+        (["objective.mismatch=none", "objective.proximal=rollout"], []),
+        (["objective.mismatch=none", "num_steps=0"], []),
+        (["objective.mismatch=none", "rollout.fp8=none"], []),
+    ],
+)
+def test_samples_of_rounded_weights_are_corrected(overrides, wanted):
+    assert keys("dense/qwen3-8b", "rollout.fp8=blockwise", *overrides) == wanted
+
+
 def test_tiny_models_learn_fast_ahead_too():
     assert keys("demo/gspo-moe-cpu", "batch.max_staleness=8") == []
 
