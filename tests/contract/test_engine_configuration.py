@@ -53,6 +53,7 @@ def engine_configuration(config: RunConfig, folder: Path, *further: str) -> dict
         "logprobs": found.model_config.logprobs_mode,
         "longest": found.model_config.max_model_len,
         "dtype": str(found.model_config.dtype),
+        "quantization": found.model_config.quantization,
     }
 
 
@@ -66,16 +67,19 @@ def write_model(config: RunConfig, folder: Path) -> dict[str, Any]:
     return hf
 
 
+def _of_the_first_node(config: RunConfig) -> list[str]:
+    nodes = config.rollout.num_workers // GPUS_PER_NODE
+    if nodes <= 1:
+        return []
+    return replica.multi_node_arguments(config.rollout, nodes, 0, Endpoint("10.0.0.1", 29500))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipes_server_is_configured(recipe, tmp_path):
     config = resolve(recipe).config
     hf = write_model(config, tmp_path)
     nodes = max(config.rollout.num_workers // GPUS_PER_NODE, 1)
-    further = []
-    if nodes > 1:
-        further = replica.multi_node_arguments(
-            config.rollout, nodes, 0, Endpoint("10.0.0.1", 29500)
-        )
+    further = _of_the_first_node(config)
     found = in_a_process_of_its_own(engine_configuration, config, tmp_path, *further)
     assert found == {
         "architectures": hf["architectures"],
@@ -91,7 +95,22 @@ def test_a_recipes_server_is_configured(recipe, tmp_path):
         "logprobs": "processed_logprobs",
         "longest": config.rollout.max_model_len,
         "dtype": f"torch.{config.rollout.dtype}",
+        "quantization": {"none": None, "blockwise": "fp8"}[config.rollout.fp8],
     }
+
+
+def test_a_released_checkpoint_in_fp8_is_served_as_it_is_published(tmp_path):
+    """Its config.json says that its own files are quantised, which no engine reads."""
+    config = resolve("moe/deepseek-v3").config
+    hf = write_model(config, tmp_path)
+    released = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    released["activation_scheme"] = "dynamic"
+    written = json.dumps({**hf, "quantization_config": released})
+    (tmp_path / "config.json").write_text(written)
+    found = in_a_process_of_its_own(
+        engine_configuration, config, tmp_path, *_of_the_first_node(config)
+    )
+    assert found["quantization"] is None
 
 
 def test_an_argument_that_vllm_does_not_know_is_caught(tmp_path):
