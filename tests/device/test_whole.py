@@ -60,6 +60,15 @@ def test_two_ranks_with_experts_of_their_own(pretended2, world2, moe_model, carr
     assert found == expected
 
 
+def test_weights_are_rounded_to_fp8_where_they_are(pretended1, world1, moe_model):
+    arguments = {"model": moe_model, "layout": {}, "in_fp8": True}
+    found = pretended1.run(WHOLE + "publish", carrier="ipc", **arguments)
+    expected = world1.run(WHOLE + "publish", **arguments)
+    assert found["received"] == [found["sent"]] * 2
+    assert found["sent"] == expected["sent"]
+    assert any(name.endswith("_scale_inv") for name in found["tensors"])
+
+
 def test_without_a_gpu_ipc_goes_through_host_memory(world1, moe_model):
     found = world1.run(WHOLE + "publish", model=moe_model, layout={}, carrier="ipc")
     assert found["links"] == {"host memory": 2}

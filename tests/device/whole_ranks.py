@@ -16,24 +16,30 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.trainer.conversion_worker import ConversionJob, run
 from grpo_megatron.trainer.megatron.process_groups import RankInfo
-from grpo_megatron.trainer.model_sender import ModelSender
+from grpo_megatron.trainer.model_sender import ModelSender, PublishedModel
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.weights import gpu_memory
 from grpo_megatron.weights.boxes import whole_box
 from grpo_megatron.weights.carrier_names import Carrier
 from grpo_megatron.weights.carriers import message_device
+from grpo_megatron.weights.fp8_model import Fp8Model
 from grpo_megatron.weights.publish_plan import OpenedStream
 from grpo_megatron.weights.transfer import StreamReceiver
 from tests.trainer.trainer_ranks import Setup, _earlier, release
 from tests.trainer.worker_group import fresh_store
 
 
-def publish(model: str, layout: dict[str, Any], carrier: Carrier = "gloo") -> dict[str, Any]:
+def publish(
+    model: str, layout: dict[str, Any], carrier: Carrier = "gloo", *, in_fp8: bool = False
+) -> dict[str, Any]:
     """Send the weights once to two receivers beside rank 0, of which the first passes them on; all
     digests, how the links carry them, and what arrived."""
     setup = Setup(model, layout)
-    sender = ModelSender(setup.policy.sharded, PublishConfig(), carrier)
+    published: PublishedModel = setup.policy.sharded
+    if in_fp8:
+        published = Fp8Model(setup.policy.sharded)
+    sender = ModelSender(published, PublishConfig(), carrier)
     kept = {tensor.name: [whole_box(tensor.shape)] for tensor in sender.tensors()}
     [opened] = sender.open([kept, kept])
     engines = [Engine(opened, worker) for worker in (0, 1)]
