@@ -17,6 +17,7 @@ from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.image_settings import ImageSettings
+from grpo_megatron.plan.fp8_weights import FP8_RULES
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, read_config
 from grpo_megatron.plan.resolve import resolve
@@ -65,7 +66,9 @@ def stand_ins(config, folder: Path) -> StandIns:
     if sees_images and not preset.checkpoint:
         write_tiny_model(folder, preset)
     else:
-        tiny = tiny_config(hf, num_layers_of(config.trainer)) | {"vocab_size": 320}
+        fills_blocks = config.rollout.fp8 != "none"
+        tiny = tiny_config(hf, num_layers_of(config.trainer), fills_blocks=fills_blocks)
+        tiny["vocab_size"] = 320
         processor = tiny.pop("image_processor", None)
         (folder / "config.json").write_text(json.dumps(tiny))
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -111,6 +114,7 @@ def test_a_recipe_keeps_its_method(name, tmp_path):
     assert after.optimizer == before.optimizer
     assert after.trainer.precision == before.trainer.precision
     assert after.publish.pause == before.publish.pause
+    assert after.rollout.fp8 == before.rollout.fp8
     for was, now in zip(before.domains, after.domains, strict=True):
         functions = [reward.function for reward in was.rewards]
         assert [reward.function for reward in now.rewards][: len(functions)] == functions
@@ -156,6 +160,24 @@ def test_a_tiny_model_keeps_the_parts_of_its_family(name, num_layers):
         assert bool(after.get(field)) == bool(before.get(field)), field
     assert after.get("tie_word_embeddings") == before.get("tie_word_embeddings")
     assert facts.hidden_size <= 320
+
+
+@pytest.mark.parametrize("name", [n for n in preset_names() if load_preset(n).checkpoint])
+def test_a_tiny_model_for_fp8_divides_into_blocks(name):
+    """Those of two ranks and two workers, whatever its attention and experts are."""
+    released = load_preset(name).hf
+    if "vision_config" in released:
+        return  # `rollout.fp8` refuses it
+    tiny = tiny_config(released, 4, fills_blocks=True) | {"vocab_size": 320}
+    model_fields(tiny)
+    facts = facts_from_hf(tiny)
+    run = resolve("dense/qwen3-8b").config
+    trainer = run.trainer.model_copy(update={"tensor_parallel_size": 2, "num_ranks": 2})
+    rollout = run.rollout.model_copy(update={"tensor_parallel_size": 2})
+    run = run.model_copy(update={"trainer": trainer, "rollout": rollout})
+    assert list(FP8_RULES.violations(run, facts, config=run)) == []
+    narrow = facts_from_hf(tiny_config(released, 4) | {"vocab_size": 320})
+    assert list(FP8_RULES.violations(run, narrow, config=run)) != []
 
 
 def test_a_tiny_model_that_sees_keeps_its_tower(tmp_path):
