@@ -133,6 +133,20 @@ def test_tensor_parallel_parts_have_the_scales_of_the_whole():
         assert same_bytes(read, scales[:, rank * 2 : rank * 2 + 2])
 
 
+def test_adapters_are_rounded_with_the_weights():
+    name = LAYER + "self_attention.linear_proj.weight"
+    weight, added = torch.ones(160, 256), torch.full((160, 256), 0.5)
+    ready: list[bool] = []
+    shard = Shard(name, weight, addend=lambda: added, prepare=lambda: ready.append(True))
+    reader = Fp8Model(ShardedModel(MAP, [shard])).reader()
+    assert ready == [True]
+    numbers, _ = quantise(weight + added)
+    matrix = "model.layers.3.self_attn.o_proj.weight"
+    assert same_bytes(reader.read(matrix, whole_box((160, 256))), numbers)
+    of_scales = reader.read(f"{matrix}_scale_inv", whole_box((2, 2)))
+    assert float(of_scales[0, 0]) == pytest.approx(1.5 / 448)
+
+
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same type, shape and bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
