@@ -87,13 +87,21 @@ class Wanted:
     colocated: bool = False
     is_resumed: bool = True
     """Stopped after two steps and resumed for a third, which publishes through files."""
+    is_wide: bool = False
+    """Of a GPU's widths on a CPU too: its matrices divide into blocks of FP8."""
 
 
 DENSE = Wanted("dense")
 EXPERTS = Wanted("moe", ["routing.replay=r3", "routing.on_missing=fail"], [_EAGER])
 COLOCATED = Wanted("dense", (), [_EAGER], colocated=True, is_resumed=False)
 FP8 = Wanted("dense", ["trainer.fp8=blockwise"], [_EAGER], is_resumed=False)
-FP8_ENGINE = Wanted("moe", ["rollout.fp8=blockwise", *EXPERTS.settings], [_EAGER], is_resumed=False)
+FP8_ENGINE = Wanted(
+    "moe",
+    ["rollout.fp8=blockwise", *EXPERTS.settings],
+    [_EAGER],
+    is_resumed=False,
+    is_wide=True,
+)
 
 
 def run_dense(job: Job) -> None:
@@ -132,7 +140,7 @@ def _run(job: Job, wanted: Wanted) -> None:
     """Train two steps with weights streamed, resume for one with weights through files, and record
     what the run has shown."""
     run_dir = RunDir(job.folder / "run")
-    _write_model(job, wanted.model)
+    _write_model(job, wanted)
     recipe, settings = recipe_of(job.conditions, wanted, job.folder)
     _command(run_dir, "train", str(recipe), *settings)
     num_attempts = 1
@@ -162,11 +170,11 @@ def recipe_of(conditions: Conditions, wanted: Wanted, folder: Path) -> tuple[Pat
     return recipe, settings
 
 
-def _write_model(job: Job, name: str) -> None:
+def _write_model(job: Job, wanted: Wanted) -> None:
     size = ENGINE_NARROW
-    if job.conditions.device == "cuda":
+    if job.conditions.device == "cuda" or wanted.is_wide:
         size = WIDE
-    write_tiny_checkpoint(job.folder / "model", models(size)[name], (), 1)
+    write_tiny_checkpoint(job.folder / "model", models(size)[wanted.model], (), 1)
 
 
 def _placement(conditions: Conditions, wanted: Wanted) -> list[str]:
