@@ -14,12 +14,12 @@ from grpo_megatron.config.run import RolloutConfig, RunConfig
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import unified
 from grpo_megatron.plan.model_facts import ModelFacts
-from grpo_megatron.plan.weights import ELEMENT_BYTES, Weight
+from grpo_megatron.plan.weights import Weight
 
 BLOCK = 128
 """Rows, and columns, that have one scale."""
-SCALE_BYTES = 4
-"""Of a block's scale, a float32."""
+NUMBER_BYTES = 1 + 4 / BLOCK**2
+"""Of a number in FP8, with its share of a float32 scale."""
 _QUANTISED = re.compile(r"decoder\.layers\.\d+\..*\blinear_\w+\.weight\d*")
 """Megatron's global names of the weights of matrix products, experts in one module numbered."""
 
@@ -66,16 +66,16 @@ def _unquantised_modules(hf: Mapping[str, Any]) -> Iterator[str]:
             yield template.format(layer=layer)
 
 
-def engine_bytes(weights: Iterable[Weight], rollout: RolloutConfig) -> int:
-    """Return bytes of `weights` as engines keep them, and as they are published."""
-    element = ELEMENT_BYTES[rollout.dtype]
-    num_bytes = 0
+def bytes_of(weights: Iterable[Weight], fp8: str, element: int) -> int:
+    """Return bytes of `weights` where `rollout.fp8` is `fp8`, and other numbers have `element`
+    bytes."""
+    num_bytes = 0.0
     for weight in weights:
-        if rollout.fp8 == "blockwise" and weight.is_matrix:
-            num_bytes += weight.numel + weight.numel * SCALE_BYTES // BLOCK**2
+        if fp8 == "blockwise" and weight.is_matrix:
+            num_bytes += weight.numel * NUMBER_BYTES
         else:
             num_bytes += weight.numel * element
-    return num_bytes
+    return int(num_bytes)
 
 
 # --- what the sizes of a model must be
@@ -89,6 +89,25 @@ class _Width:
     size: int
     parts: int
     field: str
+    """What divides them."""
+
+    @property
+    def is_told_elsewhere(self) -> bool:
+        """Whether the parts are no whole numbers, which the rules of layouts refuse."""
+        return self.size % self.parts != 0
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether every part is made of whole blocks."""
+        return self.size // self.parts % BLOCK == 0
+
+    @property
+    def remedy(self) -> str:
+        """Fewer parts that would be whole blocks; empty: the model's own width is none."""
+        for parts in range(self.parts - 1, 0, -1):
+            if self.parts % parts == 0 and self.size % (parts * BLOCK) == 0:
+                return f"divide it by {parts} ({self.field}), or set rollout.fp8=none"
+        return ""
 
 
 @FP8_RULES.rule("fp8_blocks")
@@ -96,8 +115,8 @@ def parts_are_whole_blocks(run: RunConfig, model: ModelFacts) -> list[Violation]
     """Refuse a part of a weight that ends within a block: it would have no scale of its own."""
     found = []
     for width in (*_widths_of_engine(run.rollout, model), *_widths_of_trainer(run, model)):
-        if width.size % width.parts or width.size // width.parts % BLOCK == 0:
-            continue  # the first is told by the rules of layouts
+        if width.is_told_elsewhere or width.has_whole_blocks:
+            continue
         divided = ""
         if width.parts > 1:
             divided = f" / {width.parts} = {width.size // width.parts}"
@@ -107,6 +126,7 @@ def parts_are_whole_blocks(run: RunConfig, model: ModelFacts) -> list[Violation]
                 f"blocks of FP8 weights are {BLOCK} x {BLOCK}, and the {width.what} is "
                 f"{width.size}{divided}, which is no multiple of {BLOCK}",
                 nearest=("none",),
+                remedy=width.remedy,
                 related=(width.field,),
             )
         )
@@ -119,17 +139,19 @@ def _widths_of_engine(rollout: RolloutConfig, model: ModelFacts) -> Iterator[_Wi
     tp = rollout.tensor_parallel_size
     yield _Width("hidden size", model.hidden_size, 1, "model")
     if model.is_mla:
-        yield from _latent_widths(model, tp, field)
-        # vLLM makes a copy of this projection that it does not multiply by in FP8
+        # vLLM makes its own matrices of this projection, block by block
         yield _Width("rank of latent attention's vector", model.latent_rank, 1, "model")
-        of_heads = model.num_heads * model.latent_key_value_dim
-        yield _Width("width of what latent attention makes of its vector", of_heads, tp, field)
+        yield _latent_key_values(model, tp, field)
         if model.query_rank:  # vLLM puts this projection above another one
             yield _Width("rank of latent attention's queries", model.query_rank, 1, "model")
+        if tp > 1:
+            yield from _latent_queries_and_values(model, tp, field)
     else:
-        yield _Width("width of queries on a worker", model.num_heads * model.head_dim, tp, field)
-        kept = max(model.num_kv_heads // tp, 1) * model.head_dim
-        yield _Width("width of keys on a worker", kept, 1, field)
+        queries = model.num_heads * model.head_dim
+        keys = model.num_kv_heads * model.head_dim
+        yield _Width("width of queries on a worker", queries, tp, field)
+        # where there are fewer heads than workers, each head is on several
+        yield _Width("width of keys on a worker", keys, min(tp, model.num_kv_heads), field)
     if model.has_dense_layers:
         yield _Width("MLP width on a worker", model.intermediate_size, tp, field)
     if model.is_moe:
@@ -141,36 +163,39 @@ def _widths_of_engine(rollout: RolloutConfig, model: ModelFacts) -> Iterator[_Wi
 
 
 def _widths_of_trainer(run: RunConfig, model: ModelFacts) -> Iterator[_Width]:
-    """Widths that tensor-parallel ranks share."""
+    """Widths that tensor-parallel ranks share; what one rank has as a whole may end anywhere."""
     trainer = run.trainer
     tp = trainer.tensor_parallel_size
     field = "trainer.tensor_parallel_size"
-    if model.is_mla:
-        yield from _latent_widths(model, tp, field)
-    else:
-        yield _Width("width of keys on a rank", model.num_kv_heads * model.head_dim, tp, field)
-    if model.has_dense_layers:
-        yield _Width("MLP width on a rank", model.intermediate_size, tp, field)
-    if model.is_moe:
-        etp = "trainer.expert_tensor_parallel_size"
-        yield _Width("expert width on a rank", model.moe_intermediate_size, trainer.etp, etp)
-    if model.shared_expert_intermediate_size:
-        width = model.shared_expert_intermediate_size
-        yield _Width("width of shared experts on a rank", width, tp, field)
+    if tp > 1:
+        if model.is_mla:
+            yield _latent_key_values(model, tp, field)
+            yield from _latent_queries_and_values(model, tp, field)
+        else:
+            keys = model.num_kv_heads * model.head_dim
+            yield _Width("width of keys on a rank", keys, tp, field)
+        if model.has_dense_layers:
+            yield _Width("MLP width on a rank", model.intermediate_size, tp, field)
+        if model.shared_expert_intermediate_size:
+            width = model.shared_expert_intermediate_size
+            yield _Width("width of shared experts on a rank", width, tp, field)
+    if model.is_moe and trainer.etp > 1:
+        field = "trainer.expert_tensor_parallel_size"
+        yield _Width("expert width on a rank", model.moe_intermediate_size, trainer.etp, field)
 
 
-def _latent_widths(model: ModelFacts, tp: int, field: str) -> Iterator[_Width]:
-    """Widths of latent attention that tensor parallelism splits; its down projections are whole
-    everywhere."""
-    if tp == 1:
-        return
-    widths = {
-        "width of latent attention's queries": model.latent_query_dim,
-        "width of what latent attention makes of its vector": model.latent_key_value_dim,
-        "width of latent attention's values": model.latent_value_dim,
-    }
-    for what, of_head in widths.items():
-        yield _Width(what, model.num_heads * of_head, tp, field)
+def _latent_key_values(model: ModelFacts, tp: int, field: str) -> _Width:
+    """What latent attention makes of its vector."""
+    width = model.num_heads * model.latent_key_value_dim
+    return _Width("width of latent attention's keys and values", width, tp, field)
+
+
+def _latent_queries_and_values(model: ModelFacts, tp: int, field: str) -> Iterator[_Width]:
+    """What tensor parallelism splits of latent attention besides."""
+    queries = model.num_heads * model.latent_query_dim
+    values = model.num_heads * model.latent_value_dim
+    yield _Width("width of latent attention's queries", queries, tp, field)
+    yield _Width("width of latent attention's values", values, tp, field)
 
 
 @FP8_RULES.rule("fp8_dtype")

@@ -10,7 +10,7 @@ from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.devices import DEFAULT_DEVICE, DEVICES, device_bytes
-from grpo_megatron.plan.fp8_weights import engine_bytes
+from grpo_megatron.plan.fp8_weights import bytes_of
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
 from grpo_megatron.plan.publishing import PublishPlan, plan_publish
@@ -324,9 +324,7 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     if not config.trains:
         trained = 0
     weights = parameters * s.symbols["element"]
-    published = weights
-    if config.rollout.fp8 != "none":
-        published = engine_bytes(weights_of_model, config.rollout)
+    published = bytes_of(weights_of_model, config.rollout.fp8, s.symbols["element"])
     num_valued = 0
     if config.critic is not None:
         of_critic = weights_of_chunk(replace(whole, has_value_head=True), 0, 0)
@@ -389,7 +387,7 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
     rollout = config.rollout
     s = sizes_of(hf, vocab_size, engine_layout(rollout))
     element = ELEMENT_BYTES[rollout.dtype]
-    weights = engine_bytes(weights_of_chunk(s, 0, 0), rollout)
+    weights = bytes_of(weights_of_chunk(s, 0, 0), rollout.fp8, element)
     adapters = 0
     if config.engine_adapter:  # in slots; as it was published, and as vLLM keeps it
         adapters = _slot_bytes(config, hf, vocab_size) + 2 * _adapter_bytes(config, hf, vocab_size)

@@ -167,11 +167,10 @@ def _changes(
     configs = _configs(graph)
     special_tokens: list[str] = []
     num_layers = []
-    in_fp8 = False
     for config in configs.values():
-        in_fp8 = in_fp8 or config.rollout.fp8 != "none"
         special_tokens += special_tokens_of(config)
         num_layers.append(num_layers_of(config.trainer))
+    in_fp8 = any(config.rollout.fp8 != "none" for config in configs.values())
     writer = StandInWriter(
         inputs,
         server,

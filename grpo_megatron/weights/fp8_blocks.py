@@ -77,12 +77,9 @@ def dequantise(
     return out
 
 
-def box_of_scales(box: Box, shape: tuple[int, ...], name: str) -> Box:
-    """Return the box of the scales of the part `box` of the tensor `name` of `shape`.
-
-    Raises ConfigError where the part ends within a block, of which no scale can be told."""
-    start = []
-    sizes = []
+def require_whole_blocks(box: Box, shape: tuple[int, ...], name: str) -> None:
+    """Raise ConfigError where the part `box` of the tensor `name` of `shape` ends within a block,
+    of which no scale can be told."""
     for first, size, whole in zip(box.start, box.shape, shape, strict=True):
         end = first + size
         if first % BLOCK or (end % BLOCK and end != whole):
@@ -93,8 +90,16 @@ def box_of_scales(box: Box, shape: tuple[int, ...], name: str) -> Box:
                 remedy="set trainer.tensor_parallel_size or trainer.expert_tensor_parallel_size "
                 "lower, or rollout.fp8 = 'none'",
             )
-        start.append(first // BLOCK)
-        sizes.append(-(-end // BLOCK) - first // BLOCK)
+
+
+def box_of_scales(box: Box) -> Box:
+    """Return the box of the scales of all blocks of which `box` has a part."""
+    start = []
+    sizes = []
+    for first, size in zip(box.start, box.shape, strict=True):
+        begin = first // BLOCK
+        start.append(begin)
+        sizes.append(-(-(first + size) // BLOCK) - begin)
     return Box(tuple(start), tuple(sizes))
 
 

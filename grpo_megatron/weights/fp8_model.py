@@ -4,12 +4,13 @@ from functools import cached_property
 
 import torch
 
-from grpo_megatron.plan.fp8_weights import BLOCK, is_quantised
+from grpo_megatron.plan.fp8_weights import is_quantised
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.fp8_blocks import (
     box_of_blocks,
     box_of_scales,
     quantise,
+    require_whole_blocks,
     scale_name,
     scale_shape,
 )
@@ -34,13 +35,15 @@ class Fp8Model:
         ends within a block."""
         boxes = []
         for held in self._model.held_boxes():
-            name, shape = held.tensor.name, held.tensor.shape
+            name = held.tensor.name
+            shape = held.tensor.shape
             if name not in self._quantised:
                 boxes.append(held)
                 continue
+            require_whole_blocks(held.box, shape, name)
             scales = TensorEntry(scale_name(name), _SCALES, scale_shape(shape))
             boxes.append(HeldBox(TensorEntry(name, _FP8, shape), held.box))
-            boxes.append(HeldBox(scales, box_of_scales(held.box, shape, name)))
+            boxes.append(HeldBox(scales, box_of_scales(held.box)))
         return boxes
 
     @cached_property
@@ -82,7 +85,7 @@ class Fp8Reader:
             return self._scales
         if name not in self._quantised:
             return self._reader.read(name, box)
-        blocks = _whole_blocks(box, self._quantised[name])
+        blocks = box_of_blocks(box_of_scales(box), self._quantised[name])
         self._quantise(name, blocks)
         return box.view_in(blocks, self._numbers)
 
@@ -92,15 +95,3 @@ class Fp8Reader:
             return
         self._numbers, self._scales = quantise(self._reader.read(name, blocks))
         self._last = (name, blocks)
-
-
-def _whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
-    """Return the smallest box of whole blocks of a matrix of `shape` that contains `box`."""
-    start = []
-    sizes = []
-    for first, size, whole in zip(box.start, box.shape, shape, strict=True):
-        begin = first // BLOCK * BLOCK
-        end = min(-(-(first + size) // BLOCK) * BLOCK, whole)
-        start.append(begin)
-        sizes.append(end - begin)
-    return Box(tuple(start), tuple(sizes))

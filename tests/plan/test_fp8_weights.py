@@ -8,8 +8,9 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.devices import DEFAULT_DEVICE
-from grpo_megatron.plan.fp8_weights import is_quantised, published_weights
+from grpo_megatron.plan.fp8_weights import FP8_RULES, is_quantised, published_weights
 from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.timing.constants import shipped_constants
 from grpo_megatron.plan.timing.prediction import LengthOptions, lengths_of, predict_run
@@ -75,7 +76,7 @@ def test_an_engine_reads_what_is_published_whatever_the_checkpoint_is():
             ["rollout.num_replicas=1", "rollout.tensor_parallel_size=4"],
             "expert width on a worker is 768 / 4 = 192",
         ),
-        ("demo/gspo-moe-cpu", [], "the width of keys on a rank is 64"),
+        ("demo/gspo-moe-cpu", [], "the width of keys on a worker is 64"),
         ("systems/vlm_r1", [], "vLLM would expect it in FP8"),
         ("moe/qwen3-30b-a3b", ["rollout.dtype=float32"], "activations in bfloat16 only"),
         ("moe/qwen3-30b-a3b", ["publish.method=file"], "weights go through files"),
@@ -93,6 +94,31 @@ def test_what_cannot_be_in_fp8_is_refused(recipe, overrides, told):
     with pytest.raises(ConfigError) as error:
         resolve(recipe, [FP8, *overrides])
     assert told in str(error.value)
+
+
+def test_a_layout_that_would_do_is_named():
+    with pytest.raises(ConfigError) as error:
+        resolve("moe/glm-4.5", [FP8])
+    assert "divide it by 4 (rollout.tensor_parallel_size), or set" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        resolve("dense/qwen2.5-7b", [FP8, "trainer.tensor_parallel_size=8"])
+    assert "trainer.tensor_parallel_size" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        resolve("demo/gspo-moe-cpu", [FP8])
+    assert "divide it by" not in str(error.value)
+
+
+def test_a_width_is_told_once():
+    """Also of latent attention, whose keys and values the rules of engine and trainer both need."""
+    latent = facts_from_hf(MODELS["deepseek_v3"])
+    run = resolve("dense/qwen3-8b").config
+    rollout = run.rollout.model_copy(update={"tensor_parallel_size": 2})
+    messages = []
+    for violation in FP8_RULES.violations(
+        run.model_copy(update={"rollout": rollout}), latent, config=run
+    ):
+        messages.append((violation.message, *violation.related))
+    assert len(messages) == len(set(messages)) > 3
 
 
 @pytest.mark.parametrize("argument", ["--quantization=fp8_per_block", "-q"])

@@ -339,11 +339,6 @@ def test_one_adapter_is_computed_without_copies(monkeypatch):
     assert (_added((0, 0, 0, 0, 0)) == 0).all()
 
 
-WITHOUT_AMX = pytest.mark.skipif(
-    torch.cpu._is_amx_tile_supported(), reason="this processor has AMX, for which vLLM has kernels"
-)
-
-
 def test_upstream_takes_no_float32_beside_fp8(restore):
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
@@ -353,7 +348,9 @@ def test_upstream_takes_no_float32_beside_fp8(restore):
     assert torch.float32 in Fp8Config.get_supported_act_dtypes()
 
 
-@WITHOUT_AMX
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="this processor has AMX, for which vLLM has kernels"
+)
 def test_upstream_kernels_for_blocks_of_fp8_need_amx():
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -365,8 +362,7 @@ def test_upstream_kernels_for_blocks_of_fp8_need_amx():
     assert not cpu_moe.CPUExpertsFp8._supports_current_device()
 
 
-@WITHOUT_AMX
-def test_blocks_of_fp8_are_multiplied_without_amx(monkeypatch, restore):
+def test_blocks_of_fp8_are_multiplied_on_every_processor(monkeypatch, restore):
     """Matrices and experts, of which this worker has every second one."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -378,7 +374,7 @@ def test_blocks_of_fp8_are_multiplied_without_amx(monkeypatch, restore):
     restore(cpu_moe, "CPUExpertsFp8", "prepare_fp8_moe_layer_for_cpu")
     cpu_fp8_blocks._add_linear_kernel()
     cpu_fp8_blocks._replace_experts()
-    kernel = there[PlatformEnum.CPU][-1]
+    kernel = there[PlatformEnum.CPU][0]
     assert kernel.is_supported() == (True, None)
     tokens, weight = torch.randn(5, 130), torch.randn(200, 130)
     numbers, scales = quantise(weight)
@@ -394,7 +390,10 @@ def test_blocks_of_fp8_are_multiplied_without_amx(monkeypatch, restore):
     here = torch.tensor([0, -1, 1, -1])
     output = torch.full((5, 130), torch.nan)
     arguments = (output, tokens, w1, w2, shares, ids, None, 4, here)
-    cpu_moe.CPUExpertsFp8.apply(experts, *arguments, None, None, None, None, None, False)
+    further = (None, None, None, None, None)  # scales of inputs, work space, what experts meet
+    cpu_moe.CPUExpertsFp8.apply(experts, *arguments, *further, False)
+    with pytest.raises(NotImplementedError):
+        cpu_moe.CPUExpertsFp8.apply(experts, *arguments, *further, True)
     expected = torch.zeros(5, 130)
     for token, place in itertools.product(range(5), range(2)):
         expert = int(here[ids[token, place]])

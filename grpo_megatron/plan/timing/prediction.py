@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.fp8_weights import BLOCK, SCALE_BYTES
+from grpo_megatron.plan.fp8_weights import NUMBER_BYTES
 from grpo_megatron.plan.memory import (
     Plan,
     engine_layout,
@@ -303,7 +303,7 @@ def asked_at_once(config: RunConfig) -> int:
 def _weight_share(config: RunConfig) -> float:
     """Return bytes of a weight of layers in an engine, in those of its type."""
     if config.rollout.fp8 == "blockwise":
-        return (1 + SCALE_BYTES / BLOCK**2) / ELEMENT_BYTES[config.rollout.dtype]
+        return NUMBER_BYTES / ELEMENT_BYTES[config.rollout.dtype]
     return 1.0
 
 

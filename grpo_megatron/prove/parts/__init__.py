@@ -104,7 +104,7 @@ PARTS = (
     ),
     Part(
         "run-fp8-engine",
-        "an engine whose matrices are in FP8, published so, judged as the part before",
+        "an engine in FP8, published so, judged by how far trainer and engine are apart",
         runs.run_fp8_engine,
         needs=(a_gpu, fp8_in_blocks),
         usual_s=45.0,

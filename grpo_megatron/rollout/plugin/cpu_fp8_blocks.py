@@ -1,10 +1,10 @@
-"""CPU: weights in FP8 with a scale for every block, also where the processor has no AMX.
+"""CPU: weights in FP8 with a scale for every block, on every processor and in float32, too.
 
-Lack (vLLM 0.32.0, kernels/linear/scaled_mm/cpu.py:241, fused_moe/experts/cpu_moe.py:450): the
-kernels of the CPU build for such weights need AMX, and no model that has them starts on another
-processor. Here the weights are kept in FP8 as everywhere, and multiplied after each matrix was
-made of them in the type of the activations: what the kernels with AMX compute. In float32, too,
-which vLLM takes for these weights nowhere (quantization/fp8.py:142)."""
+Lack (vLLM 0.32.0): the CPU build's kernels for such weights need AMX
+(kernels/linear/scaled_mm/cpu.py:241, fused_moe/experts/cpu_moe.py:450), so that no model that has
+them starts on another processor, and activations in float32 are refused (quantization/fp8.py:142).
+Here the weights are kept in FP8 as everywhere, and multiplied after each matrix was made of them in
+the type of the activations: slow, exact, and the same on every laptop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 
 def apply() -> None:
-    """Give vLLM kernels for this processor, where it has none."""
+    """Give vLLM kernels for every processor, which it takes before its own."""
     _allow_float32()
-    if torch.cpu._is_amx_tile_supported():
-        return
     _add_linear_kernel()
     _replace_experts()
 
@@ -65,7 +63,7 @@ def _add_linear_kernel() -> None:
             """Multiply A [tokens, in] by B [out, in], whose scales are Bs; As has no meaning."""
             return torch.nn.functional.linear(A, dequantise(B, Bs, A.dtype))
 
-    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(DequantisedWeights)
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, DequantisedWeights)
 
 
 def _replace_experts() -> None:
@@ -93,10 +91,16 @@ def _replace_experts() -> None:
             activation: MoEActivation,
             global_num_experts: int,
             expert_map: torch.Tensor | None,
-            *_: Any,
-            **__: Any,
+            a1q_scale: torch.Tensor | None,
+            a2_scale: torch.Tensor | None,
+            workspace13: torch.Tensor | None,
+            workspace2: torch.Tensor | None,
+            expert_tokens_meta: Any,
+            apply_router_weight_on_input: bool,
         ) -> None:
-            """Write the sum over chosen experts to `output` [tokens, hidden]."""
+            """Write the weighted sum over chosen experts to `output` [tokens, hidden]."""
+            if apply_router_weight_on_input:
+                raise NotImplementedError("weights of experts that belong to their inputs")
             if expert_map is not None:
                 topk_ids, topk_weights = own_experts(topk_ids, topk_weights, expert_map)
             output.zero_()

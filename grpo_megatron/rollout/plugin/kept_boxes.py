@@ -39,7 +39,7 @@ class RecordingSource:
 
     def copy_into(self, parameter: torch.Tensor, wanted: CheckpointTensor) -> None:
         """Note the part that `wanted` shows."""
-        require_precision(parameter, wanted)
+        _require_precision(parameter, wanted)
         count_copy(parameter, wanted)
         if wanted.numel() == 0:
             return
@@ -56,7 +56,7 @@ def count_copy(parameter: torch.Tensor, wanted: CheckpointTensor) -> None:
         parameter.copy_(torch.empty(wanted.shape, dtype=wanted.dtype, device="meta"))
 
 
-def require_precision(parameter: torch.Tensor, wanted: CheckpointTensor) -> None:
+def _require_precision(parameter: torch.Tensor, wanted: CheckpointTensor) -> None:
     """Raise MismatchError where numbers would lose what a scale beside them keeps."""
     if parameter.dtype.itemsize == 1 and wanted.dtype != parameter.dtype:
         raise MismatchError(
