@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_megatron.errors import ConfigError, DataError
 
-_PATCH_SIZES = {"qwen3_vl": 16}
+_PATCH_SIZES = {"qwen3_vl": 16, "qwen3_vl_moe": 16}
 """Of transformers' classes, where config.json names none; 14 of other families."""
 _MOST_OBLONG = 200
 """Longest side by the shortest, as in transformers."""

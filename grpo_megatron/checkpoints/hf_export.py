@@ -12,6 +12,12 @@ import torch.distributed as dist
 
 from grpo_megatron.checkpoints import durable, shard_files
 from grpo_megatron.checkpoints.hf_import import HFReader
+from grpo_megatron.checkpoints.stacked_experts import (
+    NO_STACKS,
+    Member,
+    Stacks,
+    stacks_in,
+)
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.files import empty_directory
 from grpo_megatron.weights.gather import ShardedModel, on_rank_0
@@ -21,18 +27,23 @@ _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class SafetensorsFile(shard_files.OutputFile):
-    """Header first, then each tensor at its place in whatever order they come."""
+    """Header first, then each tensor at its place in whatever order they come.
 
-    def __init__(self, path: Path, file: shard_files.ShardFile):
+    Matrices of an expert that lie in a stack wait for each other, and are written together."""
+
+    def __init__(self, path: Path, file: shard_files.ShardFile, stacks: Stacks):
         super().__init__(path)
-        self._missing: dict[str, tuple[TensorEntry, int]] = {}  # and at which byte they begin
+        self._stacks = stacks
+        self._missing = {entry.name: entry for entry in file.entries}
+        self._begins: dict[str, int] = {}
+        self._waiting: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
         header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
         end = 0
         # wider types first keeps every tensor aligned
-        for entry in sorted(file.entries, key=_item_bytes, reverse=True):
+        for entry in sorted(stacks.in_files(file.entries), key=_item_bytes, reverse=True):
             begin = end
             end += entry.num_bytes
-            self._missing[entry.name] = (entry, begin)
+            self._begins[entry.name] = begin
             header[entry.name] = {
                 "dtype": _NAMES[entry.dtype],
                 "shape": entry.shape,
@@ -47,15 +58,33 @@ class SafetensorsFile(shard_files.OutputFile):
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor at its place. Raises CheckpointError for one that was not planned."""
         planned = self._missing.pop(name, None)
-        if planned is None or entry_of(name, tensor) != planned[0]:
+        if planned is None or entry_of(name, tensor) != planned:
             raise CheckpointError(
                 f"{name!r} {tensor.dtype} {tuple(tensor.shape)} was not planned for this file",
                 where=str(self.path),
             )
-        _, begin = planned
+        member = self._stacks.member(name)
+        if member is None:
+            self._write(self._begins[name], tensor)
+            return
+        block = self._block(member, tensor)
+        if block is not None:
+            self._write(self._begins[member.stack] + member.expert * block.nbytes, block)
+
+    def _block(self, member: Member, matrix: torch.Tensor) -> torch.Tensor | None:
+        """Return what the stack has of the matrix's expert, once all of it has come."""
+        waiting = self._waiting.setdefault((member.stack, member.expert), {})
+        waiting[member.place] = matrix
+        if len(waiting) < member.count:
+            return None
+        del self._waiting[member.stack, member.expert]
+        return member.block([waiting[place] for place in range(member.count)])
+
+    def _write(self, begin: int, tensor: torch.Tensor) -> None:
+        """Write a tensor at byte `begin` of those of all tensors."""
         with durable.disk_errors(self.path):
             self.file.seek(self._start + begin)
-            self.file.write(as_bytes(tensor))
+            self.file.write(as_bytes(tensor.contiguous()))
             self.start_writing(self._start + begin)
 
     def close(self) -> None:
@@ -75,13 +104,24 @@ class HFTarget(shard_files.Target):
     pattern = "model-{number:05d}-of-{count:05d}.safetensors"
     single = "model.safetensors"
 
+    def __init__(
+        self,
+        working: Path,
+        units: Sequence[Sequence[TensorEntry]],
+        shard_bytes: int,
+        stacks: Stacks = NO_STACKS,
+    ):
+        """stacks: of the family, in which experts are written."""
+        self._stacks = stacks
+        super().__init__(working, units, shard_bytes, stacks.bundles(units))
+
     def open(self, file: shard_files.ShardFile) -> SafetensorsFile:
         """Begin a file with its header. Raises SetupError when the disk is full."""
-        return SafetensorsFile(self.working / file.name, file)
+        return SafetensorsFile(self.working / file.name, file, self._stacks)
 
     @cached_property
     def _reader(self) -> HFReader:
-        return HFReader(self.working)
+        return HFReader(self.working, self._stacks)
 
     def read(self, file: shard_files.ShardFile) -> shard_files.NamedTensors:
         """Yield names and tensors (views of the mapped file) of a written file."""
@@ -93,7 +133,7 @@ class HFTarget(shard_files.Target):
         if len(self.files) > 1:
             weight_map = {}
             for file in self.files:
-                for entry in file.entries:
+                for entry in self._stacks.in_files(file.entries):
                     weight_map[entry.name] = file.name
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
             durable.write_json(self.working / "model.safetensors.index.json", index)
@@ -119,7 +159,7 @@ def export_model(
     working = durable.working_directory(directory)
     on_rank_0(empty_directory, working)
     units = [entry.parameter.entries(entry.dtype) for entry in model.entries]
-    target = HFTarget(working, units, shard_bytes)
+    target = HFTarget(working, units, shard_bytes, stacks_in(source))
     entries = []
     receivers = []
     for number, unit in _interleaved(target.files, world):

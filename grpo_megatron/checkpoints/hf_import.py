@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from grpo_megatron.checkpoints.durable import explained
 from grpo_megatron.checkpoints.shard_files import will_need
+from grpo_megatron.checkpoints.stacked_experts import Member, Stacks, stacks_in
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.fp8_weights import BLOCK
@@ -33,11 +34,15 @@ Shape = tuple[int, ...]
 class HFReader:
     """The tensors of a Hugging Face checkpoint: what its index names, or its single file holds.
 
-    Files are mapped and read in slices. Raises CheckpointError where there are no safetensors, a
-    shard is missing, or a file is truncated."""
+    Files are mapped and read in slices. What lies in a stack of experts has the name that it has
+    everywhere else. stacks: default, those of the family in config.json. Raises CheckpointError
+    where there are no safetensors, a shard is missing, or a file is truncated."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, stacks: Stacks | None = None):
         self.directory = directory
+        if stacks is None:
+            stacks = stacks_in(directory)
+        self._stacks = stacks
         self._files: dict[str, safe_open] = {}
         self._places: dict[str, tuple[int, dict]] = {}
         index = directory / "model.safetensors.index.json"
@@ -59,7 +64,13 @@ class HFReader:
 
     def names(self) -> set[str]:
         """Name all tensors, without the scales of block-quantised ones."""
-        return self.files.keys() - {scale_name(name) for name in self.files}
+        named = set()
+        for name in self.files.keys() - {scale_name(name) for name in self.files}:
+            if self._stacks.has(name):
+                named.update(self._stacks.matrices(name, self._slice(name).get_shape()[0]))
+            else:
+                named.add(name)
+        return named
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors by name, in the order of names."""
@@ -81,12 +92,18 @@ class HFReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor. Raises CheckpointError where it is missing."""
+        member = self._member(name)
+        if member is not None:
+            return member.matrix_shape(self._slice(member.stack).get_shape())
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the tensor as `rows` gives it.
 
         Raises CheckpointError for one that is no weight."""
+        member = self._member(name)
+        if member is not None:
+            return self._dtype_of_stack(member.stack)
         stored = self._slice(name).get_dtype()
         if scale_name(name) in self.files and stored == "F8_E4M3":
             return torch.bfloat16
@@ -95,6 +112,17 @@ class HFReader:
                 f"tensor {name!r} is {stored}; weights are {', '.join(_DTYPES)}, "
                 f"or F8_E4M3 with a tensor {scale_name(name)!r}",
                 where=str(self.directory),
+            )
+        return _DTYPES[stored]
+
+    def _dtype_of_stack(self, stack: str) -> torch.dtype:
+        stored = self._slice(stack).get_dtype()
+        if stored not in _DTYPES:
+            raise CheckpointError(
+                f"tensor {stack!r} is {stored}; experts in one tensor are read as "
+                f"{', '.join(_DTYPES)}",
+                where=str(self.directory),
+                remedy="take the release whose weights are not quantised",
             )
         return _DTYPES[stored]
 
@@ -107,6 +135,9 @@ class HFReader:
 
         Raises CheckpointError where it is missing, unreadable or no weight."""
         dtype = self.dtype(name)
+        member = self._member(name)
+        if member is not None:
+            return self._rows_of_member(name, member, start, end)
         if scale_name(name) not in self.files:
             rows: torch.Tensor = self._slice(name)[start:end]
             return rows
@@ -117,8 +148,25 @@ class HFReader:
         part: torch.Tensor = whole[start - first * BLOCK :]
         return part
 
+    def _rows_of_member(self, name: str, member: Member, start: int, end: int) -> torch.Tensor:
+        """Read rows of a matrix in a stack."""
+        num_rows, _ = self.shape(name)
+        first = member.place * num_rows
+        wanted = slice(first + start, first + end)
+        of_expert = slice(member.expert, member.expert + 1)
+        with explained(f"cannot read {member.stack!r}", self.directory):
+            stack = self._slice(member.stack)
+            if member.is_turned(stack.get_shape()):
+                turned: torch.Tensor = stack[of_expert, :, wanted]
+                return turned[0].T
+            rows: torch.Tensor = stack[of_expert, wanted, :]
+        return rows[0]
+
     def prefetch(self, name: str) -> None:
         """Let the disk read the tensor before `rows` asks for it."""
+        member = self._member(name)
+        if member is not None:
+            name = member.stack
         file = self.files[name]
         if file not in self._places:
             with open(self.directory / file, "rb") as opened:
@@ -126,7 +174,22 @@ class HFReader:
                 self._places[file] = 8 + size, json.loads(opened.read(size))
         start, header = self._places[file]
         begin, end = header[name]["data_offsets"]
+        if member is not None:
+            num_bytes = (end - begin) // header[name]["shape"][0]
+            begin += member.expert * num_bytes
+            end = begin + num_bytes
         will_need(self.directory / file, start + begin, end - begin)
+
+    def _member(self, name: str) -> Member | None:
+        """Say where in a stack a tensor is; None for one that is none, or under its own name."""
+        if name in self.files:
+            return None
+        member = self._stacks.member(name)
+        if member is None or member.stack not in self.files:
+            return None
+        if member.expert >= self._slice(member.stack).get_shape()[0]:
+            return None
+        return member
 
     def _slice(self, name: str) -> Any:
         """safetensors' lazy view of a tensor."""

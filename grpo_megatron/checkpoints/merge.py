@@ -9,6 +9,7 @@ from grpo_megatron.checkpoints import durable
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFReader, refuse_unfit
 from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES, NamedTensors
+from grpo_megatron.checkpoints.stacked_experts import stacks_in
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.files import empty_directory
 from grpo_megatron.weights.tensor_entry import TensorEntry
@@ -42,7 +43,8 @@ def merge_checkpoints(
         kind = dtype or str(first.dtype(name)).removeprefix("torch.")
         entries.append(TensorEntry(name, kind, shape))
     working = empty_directory(durable.working_directory(directory))
-    target = HFTarget(working, [[entry] for entry in entries], shard_bytes)
+    units = [[entry] for entry in entries]
+    target = HFTarget(working, units, shard_bytes, stacks_in(first.directory))
     for file in target.files:
         target.write(file, _means(readers, file.entries))
     target.wait()

@@ -88,25 +88,38 @@ class Target(ABC):
     """A checkpoint in the making. A subclass knows the format.
 
     `working` gets another name when all is done. A unit, the tensors of a Megatron parameter, stays
-    in one file, of at most `shard_bytes` unless the unit is larger."""
+    in one file, as do those of a bundle (numbers of units; default: each alone). A file has at most
+    `shard_bytes`, unless one bundle is larger."""
 
     pattern: str  # of the file names, with {number} from 1 and {count}
     single: str | None = None  # name of an only file
 
-    def __init__(self, working: Path, units: Sequence[Sequence[TensorEntry]], shard_bytes: int):
+    def __init__(
+        self,
+        working: Path,
+        units: Sequence[Sequence[TensorEntry]],
+        shard_bytes: int,
+        bundles: Sequence[Sequence[int]] | None = None,
+    ):
         self.working = working
         self._pool = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
-        groups = grouped([total_bytes(unit) for unit in units], shard_bytes)
+        if bundles is None:
+            bundles = [[number] for number in range(len(units))]
+        sizes = [sum(total_bytes(units[number]) for number in bundle) for bundle in bundles]
+        groups = grouped(sizes, shard_bytes)
         self.files: list[ShardFile] = []
         for number, group in enumerate(groups, 1):
             name = self.pattern.format(number=number, count=len(groups))
             if self.single and len(groups) == 1:
                 name = self.single
+            members: list[int] = []
+            for bundle in group:
+                members += bundles[bundle]
             entries: list[TensorEntry] = []
-            for unit in group:
+            for unit in members:
                 entries += units[unit]
-            self.files.append(ShardFile(name, tuple(group), tuple(entries)))
+            self.files.append(ShardFile(name, tuple(members), tuple(entries)))
 
     @property
     def num_bytes(self) -> int:

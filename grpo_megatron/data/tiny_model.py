@@ -105,7 +105,7 @@ def _write_json(file: Path, content: Any) -> None:
 
 
 def init_weights(directory: Path, seed: int) -> None:
-    """Write random fp32 weights beside config.json, with Hugging Face's per-expert names. They
+    """Write random fp32 weights beside config.json, named as in released checkpoints. They
     depend on config.json and `seed` only; files get their final names once complete."""
     # Imported here: torch takes seconds, and most users of this package never need it.
     import torch

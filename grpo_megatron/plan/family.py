@@ -52,6 +52,13 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return names
 
 
+class Stacked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor of checkpoint files that holds matrices of all experts of a layer."""
+
+    inputs: str  # the field of config.json that says how many the matrices have
+    matrices: tuple[str, ...]  # those of one expert, by the names that they have elsewhere
+
+
 class Reference(NamedTuple):
     """A field of config.json that a setting reads, and what stands before its `$`."""
 
@@ -79,7 +86,9 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     architecture: str = ""  # vLLM's name of it
     layer_prefix: str = "model.layers.{layer}."  # begins the names of a layer's tensors
-    tower_prefix: str = "visual."  # those of a vision tower's
+    tower: str = ""  # of a model that sees: whose vision tower it has
+    tower_prefix: str = "visual."  # begins the names of a vision tower's
+    stacked: dict[str, Stacked] = {}  # by the tensor of a layer in files
     text_table: bool = False  # transformers reads the text's fields in a table `text_config` only
     same_code_as: str = ""  # family with the same code, where transformers does not carry this one
     lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it

@@ -291,7 +291,7 @@ def _working_of_attention(s: Sizes, is_moe: bool) -> int:
 
 def _kept_of_tower(s: Sizes) -> int:
     """Bytes that a trained tower keeps of a micro-batch until its backward."""
-    forms = FORMS["tower"][s.hf["model_type"]]["kept"]
+    forms = FORMS["tower"][s.tower]["kept"]
     of_block = _total(forms["block"], s)
     if s.trainer.recompute == "full":
         of_block = _total(forms["input"], s)
@@ -301,7 +301,7 @@ def _kept_of_tower(s: Sizes) -> int:
 
 def _working_of_tower(s: Sizes, *, trains: bool) -> int:
     """Bytes that a tower takes while it is computed or differentiated, beside what waits."""
-    forms = FORMS["tower"][s.hf["model_type"]]
+    forms = FORMS["tower"][s.tower]
     highest = _highest(forms["working"], s)
     if trains and s.trainer.recompute == "full":
         highest += _total(forms["kept"]["block"], s)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.family import family_of
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
@@ -32,13 +33,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": (8, 16, 24),
     },
 }
-"""Of transformers' configuration of a family's tower, where config.json names none."""
+"""Of transformers' configuration of a tower, where config.json names none."""
 
 
 def tower_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `vision_config` of a model that sees, with transformers' defaults."""
     given = hf["vision_config"]
-    return _DEFAULTS[hf["model_type"]] | {k: v for k, v in given.items() if v is not None}
+    tower = family_of(hf["model_type"]).tower
+    return _DEFAULTS[tower] | {k: v for k, v in given.items() if v is not None}
 
 
 def num_deep_levels(hf: Mapping[str, Any]) -> int:

@@ -48,6 +48,11 @@ class Sizes:
             return "latent"
         return "grouped_query"
 
+    @property
+    def tower(self) -> str:
+        """The name of the vision tower in the closed forms; "" where there is none."""
+        return family_of(self.hf["model_type"]).tower
+
     def layers_of(self, stage: int, chunk: int) -> list[bool]:
         """Return whether each layer of a model chunk has experts."""
         sizes = self._layers_of_stages()
@@ -164,7 +169,7 @@ def _weights_of_tower(s: Sizes) -> list[Weight]:
     """The weights of a vision tower, in transformers' order; none of a model without one."""
     if "tower_blocks" not in s.symbols:
         return []
-    forms = FORMS["tower"][s.hf["model_type"]]["weights"]
+    forms = FORMS["tower"][s.tower]["weights"]
     in_order = [*forms["patches"]]
     in_order += forms["block"] * s.symbols["tower_blocks"]
     in_order += forms["merger"]

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.image_settings import token_pixels
-from grpo_megatron.plan.family import tables_of
+from grpo_megatron.plan.family import family_of, tables_of
 from grpo_megatron.plan.fp8_weights import BLOCK
 from grpo_megatron.plan.hf_config import as_transformers_reads, flattened
 from grpo_megatron.plan.tensor_names import transformers_type
@@ -52,7 +52,7 @@ _SMALL_TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"fullatt_block_indexes": [1]},
     "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
 }
-"""What a family's tower of two blocks has beside its sizes."""
+"""What a tower of two blocks has beside its sizes."""
 _VISION_MARKERS = {
     "vision_start_token_id": "<|vision_start|>",
     "image_token_id": "<|image_pad|>",
@@ -182,7 +182,7 @@ def _shrink_tower(config: dict[str, Any]) -> None:
         return
     config["vision_config"] = {
         **config["vision_config"],
-        **_SMALL_TOWERS[config["model_type"]],
+        **_SMALL_TOWERS[family_of(config["model_type"]).tower],
         "depth": 2,
         "hidden_size": _HIDDEN_SIZE,
         "intermediate_size": _DENSE_WIDTH,

@@ -23,7 +23,14 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # 
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints import durable, hf_export, hf_import, shard_files, torch_dist
+from grpo_megatron.checkpoints import (
+    durable,
+    hf_export,
+    hf_import,
+    shard_files,
+    stacked_experts,
+    torch_dist,
+)
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
 from grpo_megatron.plan.model_facts import read_config
@@ -145,7 +152,8 @@ def _plan_target(
     for parameter in source.parameters:
         units.append(parameter.entries(dtype or source.dtype(parameter)))
     if job.to == "hf":
-        return hf_export.HFTarget(working, units, job.shard_bytes)
+        stacks = stacked_experts.stacks_in(Path(job.source))
+        return hf_export.HFTarget(working, units, job.shard_bytes, stacks)
     return torch_dist.MegatronTarget(table, source.parameters, working, units, job.shard_bytes)
 
 

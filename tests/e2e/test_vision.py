@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.checkpoints.hf_import import HFReader
 from tests.e2e import runs
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]
@@ -215,3 +216,71 @@ def test_a_step_of_a_deep_tower_is_replayed(run_of_a_deep_tower):
 
 def test_the_export_of_a_deep_tower_is_converted_and_probed(run_of_a_deep_tower, tmp_path):
     assert_converts_and_is_probed(run_of_a_deep_tower / "export", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def run_of_experts(tmp_path_factory) -> Path:
+    """Two steps of a Qwen3-VL with experts at TP 2 and EP 2, an engine of two workers, R3."""
+    root = tmp_path_factory.mktemp("runs")
+    settings = [setting for setting in SMALL if not setting.startswith("trainer.pipeline")]
+    settings += [
+        "model.preset=tiny-qwen3-vl-moe",
+        "num_steps=2",
+        "trainer.tensor_parallel_size=2",
+        "trainer.expert_parallel_size=2",
+        "trainer.expert_tensor_parallel_size=1",
+        "trainer.vision_tower=trained",
+        "rollout.tensor_parallel_size=2",
+        "rollout.expert_parallel=true",
+        "routing.replay=r3",
+    ]
+    done = runs.command("train", "demo/vision-count-cpu", f"runs_dir={root}", "name=see", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "see"
+
+
+def test_engine_and_trainer_agree_about_experts_behind_a_tower(run_of_experts):
+    """Tokens of images have routes, too."""
+    records = runs.metrics(run_of_experts)
+    assert [record["step"] for record in records] == [0, 1]
+    for record in records:
+        assert record["mismatch/abs_max"] < 1e-4
+        assert record["grad/norm"] > 0
+        assert record["prompt/length_mean"] == 28  # 9 tokens of an image
+        assert record["routing/unusable_fraction"] == 0
+        assert record["routing/rollout_slot_flip_rate"] < 0.01
+
+
+def test_the_export_of_stacked_experts_is_a_whole_checkpoint(run_of_experts):
+    """transformers loads all of it, and every matrix of an expert has moved."""
+    from transformers import AutoModelForImageTextToText
+
+    run = run_of_experts
+    first = HFReader(run / "model")
+    last = HFReader(run / "export")
+    assert first.names() == last.names()
+    experts = [name for name in first.names() if ".mlp.experts." in name]
+    assert len(experts) == 4 * 8 * 3
+    moved = [name for name in experts if not torch.equal(first.tensor(name), last.tensor(name))]
+    assert len(moved) > len(experts) / 2  # some are chosen by no token
+    policy, loading = AutoModelForImageTextToText.from_pretrained(
+        run / "export", output_loading_info=True
+    )
+    assert not any(loading.values())
+    for number, layer in enumerate(policy.model.language_model.layers):
+        of_expert = f"model.language_model.layers.{number}.mlp.experts.3."
+        gate, up = layer.mlp.experts.gate_up_proj[3].chunk(2)
+        assert torch.equal(gate, last.tensor(of_expert + "gate_proj.weight"))
+        assert torch.equal(up, last.tensor(of_expert + "up_proj.weight"))
+        down = last.tensor(of_expert + "down_proj.weight")
+        assert torch.equal(layer.mlp.experts.down_proj[3], down)
+
+
+def test_a_step_of_experts_behind_a_tower_is_replayed(run_of_experts):
+    done = runs.command("replay", f"{run_of_experts}@1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the step is reproduced" in done.stdout
+
+
+def test_the_export_of_stacked_experts_is_converted_and_probed(run_of_experts, tmp_path):
+    assert_converts_and_is_probed(run_of_experts / "export", tmp_path)

@@ -26,6 +26,7 @@ from tests.rollout.servers import DUMMY
 from tests.trainer.vision import (
     DEEP_VISION,
     IMAGE_TOKEN,
+    SPARSE_VISION,
     VISION,
     png,
     write_vision_model,
@@ -36,7 +37,8 @@ pytestmark = pytest.mark.engine
 
 
 DEEP = "qwen3_vl"
-CONFIGURATIONS = {"qwen2_5_vl": VISION, DEEP: DEEP_VISION}
+SPARSE = "qwen3_vl_moe"
+CONFIGURATIONS = {"qwen2_5_vl": VISION, DEEP: DEEP_VISION, SPARSE: SPARSE_VISION}
 
 
 @pytest.fixture(
@@ -46,6 +48,7 @@ CONFIGURATIONS = {"qwen2_5_vl": VISION, DEEP: DEEP_VISION}
         pytest.param(("qwen2_5_vl", 2), marks=pytest.mark.matrix),
         pytest.param((DEEP, 1), marks=pytest.mark.matrix),
         pytest.param((DEEP, 2), marks=pytest.mark.matrix),
+        pytest.param((SPARSE, 2), marks=pytest.mark.matrix),
     ],
     ids=lambda case: "-".join(map(str, case)),
 )

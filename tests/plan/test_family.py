@@ -21,12 +21,18 @@ from grpo_megatron.plan.hf_config import (
     unified,
 )
 from tests.trainer.families import MODELS
-from tests.trainer.vision import DEEP_PROCESSOR, DEEP_VISION, PROCESSOR, VISION
+from tests.trainer.vision import (
+    DEEP_PROCESSOR,
+    DEEP_VISION,
+    PROCESSOR,
+    SPARSE_VISION,
+    VISION,
+)
 
 LACKING = ("gpt_oss", "minimax_m2", "qwen3_next")
-SEEING = ["qwen2_5_vl", "qwen3_vl"]
-"""Held against transformers by samples with images, in `tests/trainer/test_vision.py` and
-`test_deep_vision.py`."""
+SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+"""Held against transformers by samples with images, in `tests/trainer/test_vision.py`,
+`test_deep_vision.py` and `test_sparse_vision.py`."""
 OTHERS = [name for name in family_names() if name not in (*LACKING, *SEEING)]
 FAMILIES = [name for name in OTHERS if not family_of(name).same_code_as]
 """Others are known to transformers by another name, as Kimi-K2 is."""
@@ -34,11 +40,13 @@ LLAMA = MODELS["llama"]
 _BESIDE_CONFIG = {
     "qwen2_5_vl": {"image_processor": PROCESSOR},
     "qwen3_vl": {"image_processor": DEEP_PROCESSOR},
+    "qwen3_vl_moe": {"image_processor": DEEP_PROCESSOR},
 }
 """What `read_config` finds in other files."""
 SHAPES = MODELS | {
     "qwen2_5_vl": VISION | _BESIDE_CONFIG["qwen2_5_vl"],
     "qwen3_vl": DEEP_VISION | _BESIDE_CONFIG["qwen3_vl"],
+    "qwen3_vl_moe": SPARSE_VISION | _BESIDE_CONFIG["qwen3_vl_moe"],
 }
 
 
@@ -240,6 +248,8 @@ def test_what_the_engine_must_read_otherwise():
     assert engine_overrides(MODELS["kimi_k2"])["architectures"] == ["DeepseekV3ForCausalLM"]
     assert engine_overrides(MODELS["qwen3_moe"]) == {"architectures": ["Qwen3MoeForCausalLM"]}
     assert engine_overrides(MODELS["qwen3_moe"] | named) == {}
+    seeing = SHAPES["qwen3_vl_moe"]
+    assert engine_overrides(seeing) == {"text_config": {"norm_topk_prob": True}}
 
 
 def test_the_engine_takes_no_groups_of_experts_where_the_method_ignores_them():

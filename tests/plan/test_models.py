@@ -78,7 +78,11 @@ def num_parameters_of_deep_tower(vision: dict) -> int:
     return patches + vision["depth"] * (attention + mlp + 4 * width) + mergers
 
 
-TOWERS = {"qwen2_5_vl": num_parameters_of_tower, "qwen3_vl": num_parameters_of_deep_tower}
+TOWERS = {
+    "qwen2_5_vl": num_parameters_of_tower,
+    "qwen3_vl": num_parameters_of_deep_tower,
+    "qwen3_vl_moe": num_parameters_of_deep_tower,
+}
 
 
 @pytest.mark.parametrize("name", RELEASED)

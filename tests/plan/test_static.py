@@ -178,6 +178,7 @@ TRAINED = {"vision_tower": "trained"}
         ("tiny-qwen2.5-vl", {"num_ranks": 4, "tensor_parallel_size": 2, **TRAINED}),
         ("tiny-qwen2.5-vl", {"num_ranks": 4, "pipeline_parallel_size": 2}),
         ("tiny-qwen3-vl", {"num_ranks": 4, "pipeline_parallel_size": 2, **TRAINED}),
+        ("tiny-qwen3-vl-moe", {"num_ranks": 4, "expert_parallel_size": 4, **TRAINED}),
         pytest.param(
             "tiny-qwen2.5-vl",
             {

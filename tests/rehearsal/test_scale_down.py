@@ -18,7 +18,7 @@ from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.fp8_weights import FP8_RULES
-from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.plan.hf_config import as_transformers_reads, model_fields
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, read_config
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rehearsal.coin import COMPONENT, coin
@@ -70,7 +70,7 @@ def stand_ins(config, folder: Path) -> StandIns:
         tiny = tiny_config(hf, num_layers_of(config.trainer), fills_blocks=fills_blocks)
         tiny["vocab_size"] = 320
         processor = tiny.pop("image_processor", None)
-        (folder / "config.json").write_text(json.dumps(tiny))
+        (folder / "config.json").write_text(json.dumps(as_transformers_reads(tiny)))
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     data = {}
     for number in missing_files(config):

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.checkpoints.hf_import import HFReader
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.plugin.kept_boxes import record_kept_boxes
@@ -166,14 +167,14 @@ def compare_sliced_load(
 ) -> dict[str, Any]:
     """Load a checkpoint as a whole, then other numbers, then the kept parts of the checkpoint.
 
-    fp8: as `rollout.fp8`; the tensors of the checkpoint are then rounded as a publish does.
+    Tensors have the names under which they are published. fp8: as `rollout.fp8`; the tensors of the
+    checkpoint are then rounded as a publish does.
     Returns `different` names of parameters between the first and the last, `unchanged` by the
     second, the bytes kept and those of the whole checkpoint, and tensors that are taken `whole`."""
-    from safetensors.torch import load_file
-
+    reader = HFReader(Path(checkpoint))
     weights: Weights = {}
-    for file in sorted(Path(checkpoint).glob("*.safetensors")):
-        weights |= load_file(file)
+    for name in reader.shapes():
+        weights[name] = reader.tensor(name).contiguous()
     if fp8 == "blockwise":
         weights = in_fp8(weights)
     entries = [entry_of(name, tensor) for name, tensor in weights.items()]
@@ -203,6 +204,21 @@ def compare_sliced_load(
         "parameter_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "whole": whole,
     }
+
+
+def compare_stacked_load(checkpoint: str) -> list[str]:
+    """Load a checkpoint's files, in which experts are stacked, then other numbers, then its tensors
+    by the names under which they are published; the parameters that differ."""
+    from safetensors.torch import load_file
+
+    in_files = load_file(Path(checkpoint) / "model.safetensors")
+    reader = HFReader(Path(checkpoint))
+    published = {name: reader.tensor(name).contiguous() for name in reader.shapes()}
+    with worker_model(Path(checkpoint)) as (config, model):
+        expected = load(config, model, in_files.items())
+        load(config, model, ((name, _changed(tensor)) for name, tensor in published.items()))
+        found = load(config, model, published.items())
+    return [name for name in expected if expected[name] != found[name]]
 
 
 MATRICES = ("proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")

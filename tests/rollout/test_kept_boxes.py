@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from grpo_megatron.checkpoints.merge import merge_checkpoints
 from tests.e2e.family_models import (
     settings_of,
     wide_settings_of,
@@ -18,9 +20,11 @@ from tests.e2e.family_models import (
 )
 from tests.rollout.engine_models import (
     compare_sliced_load,
+    compare_stacked_load,
     load_less_than_planned,
     record_in_another_precision,
 )
+from tests.trainer.vision import DEEP_VISION, SPARSE_VISION, VISION, write_vision_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -46,6 +50,7 @@ SPARSE = [
     "glm4_moe",
     "glm4_moe_air",
 ]
+SEEING = {"qwen2_5_vl": VISION, "qwen3_vl": DEEP_VISION, "qwen3_vl_moe": SPARSE_VISION}
 DENSE = ["qwen2", "qwen2_tied", "qwen3", "llama", "llama_odd", "mistral", "seed_oss"]
 
 
@@ -59,6 +64,13 @@ def cases() -> list:
                 continue  # vLLM refuses it
             marks = () if (name, worker) in GATE else (pytest.mark.families,)
             found.append(pytest.param(name, worker, marks=marks, id=f"{name}-{worker}"))
+    for name in SEEING:
+        workers = ["tp1", "tp2_rank1"]
+        if name == "qwen3_vl_moe":
+            workers.append("ep2_rank0")
+        for worker in workers:
+            case = pytest.param(name, worker, marks=pytest.mark.families, id=f"{name}-{worker}")
+            found.append(case)
     return found
 
 
@@ -88,6 +100,8 @@ def checkpoint_of(tmp_path_factory):
     def of(name: str) -> str:
         if name not in written:
             written[name] = tmp_path_factory.mktemp("checkpoints") / name
+            if name in SEEING:
+                return write_vision_model(written[name], hf=SEEING[name])
             write_checkpoint(written[name], name, config_of_transformers=False)
         return str(written[name])
 
@@ -122,6 +136,15 @@ def test_the_kept_parts_load_as_the_whole_checkpoint_does(
     assert found["kept_bytes"] <= found["all_bytes"]
     if size > 1:
         assert found["kept_bytes"] < found["all_bytes"]
+
+
+@pytest.mark.families
+def test_stacks_in_files_are_what_is_published_of_them(vllm_process, checkpoint_of, tmp_path):
+    """As released: turned."""
+    source = Path(checkpoint_of("qwen3_vl_moe"))
+    merge_checkpoints({source: 1.0}, tmp_path / "turned")
+    found = vllm_process.submit(compare_stacked_load, str(tmp_path / "turned")).result()
+    assert found == []
 
 
 @pytest.mark.parametrize(("name", "worker"), fp8_cases())

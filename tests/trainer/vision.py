@@ -108,6 +108,23 @@ DEEP_VISION: dict[str, Any] = {
     },
 }
 """As the authors of Qwen3-VL wrote it: features of two blocks go to the first two layers."""
+SPARSE_VISION: dict[str, Any] = {
+    **DEEP_VISION,
+    "model_type": "qwen3_vl_moe",
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "text_config": {
+        **DEEP_VISION["text_config"],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [2],
+    },
+    "vision_config": {**DEEP_VISION["vision_config"], "model_type": "qwen3_vl_moe"},
+}
+"""As the authors of Qwen3-VL with experts wrote it; the third layer has none."""
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "min_pixels": 28 * 28,
@@ -127,8 +144,12 @@ DEEP_PROCESSOR = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-PROCESSORS = {"qwen2_5_vl": PROCESSOR, "qwen3_vl": DEEP_PROCESSOR}
-TOWERS = {"qwen2_5_vl": "visual.", "qwen3_vl": "model.visual."}
+PROCESSORS = {
+    "qwen2_5_vl": PROCESSOR,
+    "qwen3_vl": DEEP_PROCESSOR,
+    "qwen3_vl_moe": DEEP_PROCESSOR,
+}
+TOWERS = {"qwen2_5_vl": "visual.", "qwen3_vl": "model.visual.", "qwen3_vl_moe": "model.visual."}
 """How names of the tensors of a checkpoint's tower begin."""
 SIZES = [[(40, 30)], [], [(100, 60), (28, 140)], [(200, 190)], [(40, 30)], [(40, 30)]]
 """Widths and heights of the images of each prompt, in pixels."""

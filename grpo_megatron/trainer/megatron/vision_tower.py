@@ -21,6 +21,7 @@ from grpo_megatron.device_copies import to_device
 from grpo_megatron.errors import ConfigError, TrainerError
 from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.images import patches_of
+from grpo_megatron.plan.family import family_of
 from grpo_megatron.trainer.megatron.platform import device
 
 
@@ -52,12 +53,13 @@ def _tower_of(hf: dict[str, Any]) -> torch.nn.Module:
     none here."""
     config_class: Any
     tower_class: Any
-    if hf["model_type"] == "qwen2_5_vl":
+    tower_of = family_of(hf["model_type"]).tower
+    if tower_of == "qwen2_5_vl":
         from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # takes seconds
 
         config_class = modeling_qwen2_5_vl.Qwen2_5_VLVisionConfig
         tower_class = modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
-    elif hf["model_type"] == "qwen3_vl":
+    elif tower_of == "qwen3_vl":
         from transformers.models.qwen3_vl import modeling_qwen3_vl
 
         config_class = modeling_qwen3_vl.Qwen3VLVisionConfig
