@@ -86,6 +86,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     architecture: str = ""  # vLLM's name of it
     layer_prefix: str = "model.layers.{layer}."  # begins the names of a layer's tensors
+    module_prefix: str = ""  # those of its modules in transformers, where they begin otherwise
     tower: str = ""  # of a model that sees: whose vision tower it has
     tower_prefix: str = "visual."  # begins the names of a vision tower's
     stacked: dict[str, Stacked] = {}  # by the tensor of a layer in files
@@ -97,6 +98,14 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def file(self) -> str:
         """The file of its tables, for messages."""
         return assets.display(_FOLDER / f"{self.name}.toml")
+
+    def module_of(self, tensor: str) -> str:
+        """Return what transformers calls the tensor of a layer in its modules."""
+        if not self.module_prefix:
+            return tensor
+        before, _, _ = self.layer_prefix.partition("{layer}")
+        instead, _, _ = self.module_prefix.partition("{layer}")
+        return instead + tensor.removeprefix(before)
 
     def reference(self, setting: str) -> Reference | None:
         """Return what a setting of `[megatron]` reads; None for a constant."""

@@ -13,7 +13,6 @@ VISION_RULES = RuleSet()
 """Their checks take the run and the facts of its model."""
 
 _TABLES = {
-    "lora": "adapters are not tried beside a vision tower",
     "critic": "a critic has no vision tower of its own",
     "correction": "a retry is asked for without the images of its prompt",
     "seeding": "exemplars have no images",
@@ -100,6 +99,30 @@ def only_towers_are_trained(run: RunConfig, model: ModelFacts) -> Violation | No
         f"the model ({model.model_type}) has no vision tower",
         nearest=("frozen",),
     )
+
+
+@VISION_RULES.rule("vision_adapters")
+def adapters_are_of_the_text(run: RunConfig, model: ModelFacts) -> list[Violation]:
+    """Refuse adapters beside a tower that is trained, and those that engines would compute."""
+    if not model.sees_images or run.lora is None:
+        return []
+    found = []
+    if run.trainer.vision_tower == "trained":
+        violation = Violation(
+            "trainer.vision_tower",
+            "with [lora] adapters of the text's layers are trained, and nothing else",
+            nearest=("frozen",),
+            related=("lora",),
+        )
+        found.append(violation)
+    if run.lora.publish == "adapter":
+        violation = Violation(
+            "lora.publish",
+            f"'adapter' was not tried with engines that see ({model.model_type})",
+            nearest=("merged",),
+        )
+        found.append(violation)
+    return found
 
 
 @VISION_RULES.rule("vision_settings")

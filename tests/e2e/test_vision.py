@@ -284,3 +284,24 @@ def test_a_step_of_experts_behind_a_tower_is_replayed(run_of_experts):
 
 def test_the_export_of_stacked_experts_is_converted_and_probed(run_of_experts, tmp_path):
     assert_converts_and_is_probed(run_of_experts / "export", tmp_path)
+
+
+def test_adapters_beside_a_tower(tmp_path):
+    """The weights of tower and text stay; engines have the sum, which every token agrees with."""
+    settings = ["num_steps=2", "lora.rank=4", "trainer.recompute=full"]
+    done = runs.command(
+        "train", "demo/vision-count-cpu", f"runs_dir={tmp_path}", "name=see", *SMALL, *settings
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runs.metrics(tmp_path / "see")
+    assert [record["step"] for record in records] == [0, 1]
+    assert all(record["mismatch/abs_max"] < 1e-4 for record in records)
+    assert all(record["grad/norm"] > 0 for record in records)
+    first = load_file(tmp_path / "see" / "model" / "model.safetensors")
+    last = load_file(tmp_path / "see" / "export" / "model.safetensors")
+    changed = {name for name, tensor in first.items() if not torch.equal(tensor, last[name])}
+    assert len(changed) == 4 * 7
+    assert all("_proj.weight" in name and ".layers." in name for name in changed)
+    adapters = load_file(tmp_path / "see" / "adapter" / "adapter_model.safetensors")
+    assert len(adapters) == 2 * len(changed)
+    assert all(name.startswith("base_model.model.model.language_model.") for name in adapters)

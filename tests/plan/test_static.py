@@ -257,8 +257,9 @@ def test_static_bytes_of_every_model_and_layout(world1, name):
             {"rank": 4},
             marks=pytest.mark.matrix,
         ),
+        ("tiny-qwen3-vl-moe", {"num_ranks": 4, "expert_parallel_size": 2}, {"rank": 4}),
     ],
-    ids=["each", "shared", "dora", "some", "latent"],
+    ids=["each", "shared", "dora", "some", "latent", "sees"],
 )
 def test_adapters_are_all_that_is_trained(world1, name, layout, lora):
     compare(world1, name, layout, limit=1, lora=lora)

@@ -33,7 +33,18 @@ def test_the_recipe_is_valid_with_pipelines_tensor_ranks_and_several_engines():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["lora.rank=4"], ["lora", "not tried beside a vision tower", "remove [lora]"]),
+        (
+            ["lora.rank=4", "trainer.vision_tower=trained"],
+            ["trainer.vision_tower", "adapters of the text's layers", "vision_tower=frozen"],
+        ),
+        (
+            ["lora.rank=4", "lora.publish=adapter", 'lora.targets=["self_attn"]'],
+            [
+                "lora.publish",
+                "'adapter' was not tried with engines that see",
+                "lora.publish=merged",
+            ],
+        ),
         (
             ["correction.probability=0.5"],
             ["a retry is asked for without the images", "remove [correction]"],

@@ -16,9 +16,9 @@ from grpo_megatron.config.lora import LoraConfig, is_target
 from grpo_megatron.trainer.lora.adapter import Adapter, Split
 from grpo_megatron.weights.gather import Shard
 from grpo_megatron.weights.low_rank import addend_of_dora
-from grpo_megatron.weights.parameters import Parameter, TensorMap, without_expert
+from grpo_megatron.weights.parameters import TOWER, Parameter, TensorMap, without_expert
 
-_OF_LAYER = re.compile(r"model\.layers\.\d+\.")
+_OF_LAYER = re.compile(r"model\.(?:\w+\.)*layers\.\d+\.")
 
 
 @dataclass
@@ -259,7 +259,8 @@ def attach(
     for name, shard in weights:
         owner, _, attribute = name.rpartition(".")
         is_linear = re.search(r"\.linear_\w+$", owner) and re.fullmatch(r"weight\d*", attribute)
-        if not is_linear:
+        is_of_tower = shard.name.startswith(TOWER)  # which may call layers of its own so
+        if not is_linear or is_of_tower:
             continue
         parameter = tensor_map.parameter(shard.name, shard.full_shape)
         weight: AdaptedWeight | None = _adapted(model, modules, name, parameter, shard, lora, seed)

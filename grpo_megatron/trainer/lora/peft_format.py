@@ -20,6 +20,7 @@ from grpo_megatron.checkpoints.hf_import import refuse_unfit
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.files import empty_directory
+from grpo_megatron.plan.family import family_of
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.weights.gather import Shard, ShardedModel, on_rank_0
 from grpo_megatron.weights.parameters import Parameter
@@ -29,6 +30,8 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SHARED = re.compile(r"\.experts\.(?=[a-z])")
 """In the name of an adapter that experts share: what the number of one follows."""
+_OF_TOWER = r".*\.visual\..*"
+"""Modules of a vision tower, whose layers may have the names of the text's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +60,23 @@ def export_adapters(policy: Policy, directory: Path, base_model: str) -> None:
     Rank 0 brings them together in host memory. Raises SetupError when the disk is full. Collective.
     """
     model = adapter_model(policy)
-    num_experts = policy.config.num_moe_experts or 0
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.stream(model.entries, [0] * len(model.entries)):
-        for of_layer in _names_in_file(name, num_experts):
+        for of_layer in _names_in_file(policy, name):
             tensors[of_layer] = tensor.cpu().clone().contiguous()
     assert policy.lora is not None  # there are adapters
-    on_rank_0(_write, directory, tensors, policy.lora, base_model)
+    config = _peft_config(policy.lora, sorted(tensors), base_model)
+    if "vision_config" in policy.hf:
+        config["exclude_modules"] = _OF_TOWER
+    on_rank_0(_write, directory, tensors, config)
 
 
-def _write(
-    directory: Path, tensors: dict[str, torch.Tensor], lora: LoraConfig, base_model: str
-) -> None:
+def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     working = durable.working_directory(directory)
     empty_directory(working)
     with durable.disk_errors(working):
         save_file(tensors, working / WEIGHTS, metadata={"format": "pt"})
-    durable.write_json(working / CONFIG, _peft_config(lora, sorted(tensors), base_model))
+    durable.write_json(working / CONFIG, config)
     durable.commit(working, directory)
 
 
@@ -98,13 +101,14 @@ def _peft_config(lora: LoraConfig, names: list[str], base_model: str) -> dict[st
     }
 
 
-def _names_in_file(name: str, num_experts: int) -> Iterator[str]:
+def _names_in_file(policy: Policy, name: str) -> Iterator[str]:
     """Yield the names of a parameter in PEFT's file: several where experts share it."""
+    in_file = _PREFIX + family_of(policy.hf["model_type"]).module_of(name)
     if not _SHARED.search(name) or ".shared_experts." in name:
-        yield _PREFIX + name
+        yield in_file
         return
-    for expert in range(num_experts):
-        yield _PREFIX + _SHARED.sub(f".experts.{expert}.", name)
+    for expert in range(policy.config.num_moe_experts or 0):
+        yield _SHARED.sub(f".experts.{expert}.", in_file)
 
 
 def import_adapters(policy: Policy, directory: Path) -> None:
@@ -115,10 +119,9 @@ def import_adapters(policy: Policy, directory: Path) -> None:
     assert policy.lora is not None  # there are adapters
     _require_same_config(policy.lora, directory)
     model = adapter_model(policy)
-    num_experts = policy.config.num_moe_experts or 0
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in model.entries:
-        for name in _names_in_file(entry.parameter.name, num_experts):
+        for name in _names_in_file(policy, entry.parameter.name):
             wanted[name] = entry.parameter.shape
     with (
         durable.explained(f"cannot read {WEIGHTS}", directory),
@@ -133,7 +136,7 @@ def import_adapters(policy: Policy, directory: Path) -> None:
             "do rank, targets and experts of [lora] say how the adapters were made?",
         )
         for shard in model.shards:
-            names = list(_names_in_file(shard.name, num_experts))
+            names = list(_names_in_file(policy, shard.name))
             whole = file.get_tensor(names[0])
             for name in names[1:]:
                 if not torch.equal(file.get_tensor(name), whole):
