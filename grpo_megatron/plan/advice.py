@@ -52,15 +52,15 @@ def learning_rate_is_a_published_one(config: RunConfig) -> Violation | None:
 
 
 @ADVICE.rule("vision_tower")
-def towers_take_no_time_in_plans(config: RunConfig) -> Violation | None:
+def images_are_guessed_in_plans(config: RunConfig) -> Violation | None:
     """Warn of what a plan does not know of the images of a model that sees."""
     hf, _ = configuration_of(config.model)
     if "vision_config" not in hf or num_parameters(config) < _TINY_MODEL:
         return None
     return Violation(
         "model.path",
-        "predicted seconds leave the vision tower out, and memory is planned as if prompts were "
-        "nothing but images, and samples had none in common",
+        "plans take each prompt to be one image and nothing else, and memory is planned as if "
+        "samples had none in common",
         remedy="shorter prompts (rollout.max_model_len less rollout.max_new_tokens) need less of "
         "it; time a few steps (docs/vision.md)",
     )

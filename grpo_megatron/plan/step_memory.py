@@ -289,10 +289,15 @@ def _working_of_attention(s: Sizes, is_moe: bool) -> int:
     return found - _total(FORMS["kept"][_mlp(is_moe)], s)
 
 
+def tower_block_bytes(s: Sizes) -> int:
+    """Return the bytes that a block of a vision tower keeps of so many `patches` of `s`."""
+    return _total(FORMS["tower"][s.tower]["kept"]["block"], s)
+
+
 def _kept_of_tower(s: Sizes) -> int:
     """Bytes that a trained tower keeps of a micro-batch until its backward."""
     forms = FORMS["tower"][s.tower]["kept"]
-    of_block = _total(forms["block"], s)
+    of_block = tower_block_bytes(s)
     if s.trainer.recompute == "full":
         of_block = _total(forms["input"], s)
     num_blocks: int = s.symbols["tower_blocks"]
@@ -304,7 +309,7 @@ def _working_of_tower(s: Sizes, *, trains: bool) -> int:
     forms = FORMS["tower"][s.tower]
     highest = _highest(forms["working"], s)
     if trains and s.trainer.recompute == "full":
-        highest += _total(forms["kept"]["block"], s)
+        highest += tower_block_bytes(s)
     return highest
 
 

@@ -18,6 +18,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "patch_size": 14,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": (7, 15, 23, 31),
     },
     "qwen3_vl": {
         "depth": 27,
@@ -93,4 +95,13 @@ def tower_symbols(hf: Mapping[str, Any]) -> dict[str, int]:
         "tower_output": vision["out_hidden_size"],
         "tower_positions": vision.get("num_position_embeddings", 0),
         "deep_levels": num_deep_levels(hf),
+        "whole_image_blocks": _num_whole_image_blocks(vision),
+        "window_patches": (vision.get("window_size", 0) // vision["patch_size"]) ** 2,
     }
+
+
+def _num_whole_image_blocks(vision: Mapping[str, Any]) -> int:
+    """Count the blocks in which a patch meets all of its image; others have windows."""
+    if "window_size" not in vision:
+        return int(vision["depth"])
+    return len(set(vision["fullatt_block_indexes"]) & set(range(vision["depth"])))

@@ -190,5 +190,5 @@ def test_a_plan_says_what_it_does_not_know_of_images(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     large = resolve(COUNT, ["model.preset=null", f"model.path={tmp_path}"]).config
     found = {advice.rule: advice.message for advice in advice_for(large)}
-    assert "predicted seconds leave the vision tower out" in found["vision_tower"]
+    assert "plans take each prompt to be one image and nothing else" in found["vision_tower"]
     assert "vision_tower" not in {a.rule for a in advice_for(resolve(COUNT).config)}

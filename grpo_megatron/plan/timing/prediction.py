@@ -28,6 +28,7 @@ from grpo_megatron.plan.timing.staleness import (
     spread_answers,
 )
 from grpo_megatron.plan.timing.step import StepSeconds
+from grpo_megatron.plan.timing.tower import Images, has_tower, tower_amounts
 from grpo_megatron.plan.timing.trainer import (
     Machine,
     TrainerLoad,
@@ -168,6 +169,8 @@ def predict_run(
     )
     samples = samples_of_step(config)
     load = _trainer_load(config, samples, lengths)
+    if has_tower(sizes):
+        load = replace(load, images_per_sample=images_per_sample(config))
     trainer = _NOTHING
     if config.trains:
         backward_ratio = constants["attention_backward_ratio"]
@@ -222,6 +225,14 @@ def computed_share(config: RunConfig, lengths: Lengths) -> float:
     if not config.trainer.share_prefixes or config.uses_dataset:
         return 1.0
     return (lengths.prompt / size + lengths.answer) / lengths.total
+
+
+def images_per_sample(config: RunConfig) -> float:
+    """Return how many images the trainer computes for each sample of a model that sees: one for
+    each prompt, once for all samples of its group where prompts are shared."""
+    if not config.trainer.share_prefixes or config.uses_dataset:
+        return 1.0
+    return 1.0 / config.batch.num_samples_per_prompt
 
 
 def _num_logprob_passes(config: RunConfig) -> int:
@@ -355,6 +366,7 @@ def _prediction(
     trained = config.batch.epochs * load.computed_share
     squares = load.num_samples * lengths.mean_square
     flops = trained * model_flops(whole, tokens, squares)
+    flops += config.batch.epochs * _tower_flops(whole, config, load)
     if not config.trains:
         flops = 0.0
     peak = machine.flops(sizes)
@@ -395,6 +407,19 @@ def _prediction(
         forecast=found,
         published=_published(config),
     )
+
+
+def _tower_flops(whole: Sizes, config: RunConfig, load: TrainerLoad) -> float:
+    """Operations of a vision tower on the images of a step: three forwards' where it is trained,
+    as in `model_flops`, and else one's."""
+    if not load.images_per_sample:
+        return 0.0
+    images = Images(load.num_samples * load.images_per_sample, load.lengths.prompt)
+    forward = tower_amounts(whole, images)
+    flops = forward.matrix_flops + forward.attention_flops
+    if config.trainer.vision_tower == "trained":
+        flops *= 3
+    return flops
 
 
 def _batches_in_flight(config: RunConfig) -> int:

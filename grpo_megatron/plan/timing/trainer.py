@@ -15,6 +15,7 @@ from typing import Self
 from grpo_megatron.plan.rank_bytes import bytes_per_parameter, shard_counts
 from grpo_megatron.plan.timing.constants import Constants, DeviceSpeed
 from grpo_megatron.plan.timing.lengths import Lengths, num_microbatches
+from grpo_megatron.plan.timing.tower import Images
 from grpo_megatron.plan.timing.work import (
     Amounts,
     MicroBatchSize,
@@ -99,6 +100,8 @@ class TrainerLoad:
     """Without gradients: of the old policy, of references."""
     computed_share: float = 1.0
     """Of all tokens: less where prompts are shared."""
+    images_per_sample: float = 0.0
+    """Images that are computed for each sample, all of its prompt; 0: the model does not see."""
     is_packed: bool = True
     """Whether a micro-batch holds several samples."""
     is_sft: bool = False
@@ -221,11 +224,15 @@ def _micro_batches(load: TrainerLoad, mine: float, capacity: int) -> tuple[Micro
     count = math.ceil(count * math.ceil(mine) / tried)
     in_one = mine / count
     tokens = load.computed_share * load.lengths.total * in_one
+    images = None
+    if load.images_per_sample:
+        images = Images(load.images_per_sample * in_one, load.lengths.prompt)
     return (
         MicroBatchSize(
             tokens=tokens,
             squares=load.computed_share * load.lengths.mean_square * in_one,
             policy_tokens=tokens,
+            images=images,
         ),
         count,
     )

@@ -14,6 +14,7 @@ import itertools
 from dataclasses import dataclass, fields
 
 from grpo_megatron.plan.step_memory import kept_bytes
+from grpo_megatron.plan.timing.tower import Images, tower_amounts
 from grpo_megatron.plan.traffic import (
     Step,
     Traffic,
@@ -77,6 +78,8 @@ class MicroBatchSize:
     """Sum of the squared lengths of its samples."""
     policy_tokens: float
     """Whose log-probs are wanted."""
+    images: Images | None = None
+    """For a model that sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,25 @@ def stage_work(s: Sizes, stage: int, batch: MicroBatchSize, backward_ratio: floa
     backward += _sent(s, backward_traffic(s, step, 1))
     if s.trainer.recompute == "full":
         backward += layers + _sent(s, layers_traffic(s, step, 1))
+    if stage == 0 and batch.images is not None:
+        tower = _tower_amounts(s, batch.images)
+        forward += tower
+        if s.trainer.vision_tower == "trained":
+            backward += _differentiated(tower, s, stage, backward_ratio)
+            if s.trainer.recompute == "full":
+                backward += tower
     return StageWork(forward, backward)
+
+
+def _tower_amounts(s: Sizes, images: Images) -> Amounts:
+    found = tower_amounts(s, images)
+    return Amounts(
+        matrix_flops=found.matrix_flops,
+        attention_flops=found.attention_flops,
+        weight_bytes=found.weight_bytes,
+        kept_bytes=found.kept_bytes,
+        dense_layers=found.num_blocks,
+    )
 
 
 def stages_work(s: Sizes, batch: MicroBatchSize, backward_ratio: float) -> list[StageWork]:

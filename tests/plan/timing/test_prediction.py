@@ -11,6 +11,7 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.plan.memory import plan_of
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.search import fitting
+from grpo_megatron.plan.timing import generation, prediction
 from grpo_megatron.plan.timing.constants import shipped_constants
 from grpo_megatron.plan.timing.node_split import node_splits
 from grpo_megatron.plan.timing.prediction import LengthOptions, lengths_of, predict_run
@@ -175,3 +176,22 @@ def test_search_finds_the_split_that_brute_force_finds():
         fastest_s[trainer_nodes] = min(seconds)
     assert [split.prediction.step_s for split in found] == pytest.approx(sorted(fastest_s.values()))
     assert found[0].trainer_nodes == min(fastest_s, key=lambda nodes: fastest_s[nodes])
+
+
+def test_a_tower_takes_time(monkeypatch):
+    """In every pass over a prompt's image, of which a group has one; in engines before they answer;
+    more where it is trained."""
+    recipe = "systems/vlm_r1"
+    trained = predicted(recipe, prompt_tokens=1000)
+    frozen = predicted(recipe, "trainer.vision_tower=frozen", prompt_tokens=1000)
+    apart = predicted(recipe, "trainer.share_prefixes=false", prompt_tokens=1000)
+    monkeypatch.setattr(prediction, "has_tower", lambda sizes: False)
+    monkeypatch.setattr(generation, "has_tower", lambda sizes: False)
+    blind = predicted(recipe, "trainer.vision_tower=frozen", prompt_tokens=1000)
+    blind_apart = predicted(recipe, "trainer.share_prefixes=false", prompt_tokens=1000)
+    assert blind.logprobs_s < frozen.logprobs_s == trained.logprobs_s
+    assert blind.forward_backward_s < frozen.forward_backward_s < trained.forward_backward_s
+    assert blind.generation_s < frozen.generation_s
+    once = frozen.logprobs_s - blind.logprobs_s
+    each = apart.logprobs_s - blind_apart.logprobs_s
+    assert each > 4 * once  # 8 samples a prompt
