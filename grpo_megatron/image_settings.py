@@ -87,12 +87,12 @@ def token_pixels(hf: Mapping[str, Any]) -> int:
 
 def _patch_size(hf: Mapping[str, Any]) -> int:
     default = _PATCH_SIZES.get(hf["model_type"], 14)
-    found: int = hf["vision_config"].get("patch_size", default)
+    found: int = hf["vision_config"].get("patch_size") or default
     return found
 
 
 def _merge_size(hf: Mapping[str, Any]) -> int:
-    found: int = hf["vision_config"].get("spatial_merge_size", 2)
+    found: int = hf["vision_config"].get("spatial_merge_size") or 2
     return found
 
 

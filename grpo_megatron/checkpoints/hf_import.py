@@ -94,7 +94,7 @@ class HFReader:
         """Return the shape of a tensor. Raises CheckpointError where it is missing."""
         member = self._member(name)
         if member is not None:
-            return member.matrix_shape(self._slice(member.stack).get_shape())
+            return member.matrix_shape(self._stack_shape(member))
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -103,7 +103,7 @@ class HFReader:
         Raises CheckpointError for one that is no weight."""
         member = self._member(name)
         if member is not None:
-            return self._dtype_of_stack(member.stack)
+            name = member.stack
         stored = self._slice(name).get_dtype()
         if scale_name(name) in self.files and stored == "F8_E4M3":
             return torch.bfloat16
@@ -112,17 +112,6 @@ class HFReader:
                 f"tensor {name!r} is {stored}; weights are {', '.join(_DTYPES)}, "
                 f"or F8_E4M3 with a tensor {scale_name(name)!r}",
                 where=str(self.directory),
-            )
-        return _DTYPES[stored]
-
-    def _dtype_of_stack(self, stack: str) -> torch.dtype:
-        stored = self._slice(stack).get_dtype()
-        if stored not in _DTYPES:
-            raise CheckpointError(
-                f"tensor {stack!r} is {stored}; experts in one tensor are read as "
-                f"{', '.join(_DTYPES)}",
-                where=str(self.directory),
-                remedy="take the release whose weights are not quantised",
             )
         return _DTYPES[stored]
 
@@ -156,11 +145,33 @@ class HFReader:
         of_expert = slice(member.expert, member.expert + 1)
         with explained(f"cannot read {member.stack!r}", self.directory):
             stack = self._slice(member.stack)
-            if member.is_turned(stack.get_shape()):
-                turned: torch.Tensor = stack[of_expert, :, wanted]
-                return turned[0].T
+            if member.is_transposed(stack.get_shape()):
+                transposed: torch.Tensor = stack[of_expert, :, wanted]
+                return transposed[0].T
             rows: torch.Tensor = stack[of_expert, wanted, :]
         return rows[0]
+
+    def _stack_shape(self, member: Member) -> Shape:
+        """Return the shape of the stack. Raises CheckpointError for one that holds no such
+        matrices, or quantised ones."""
+        stack = self._slice(member.stack)
+        shape = tuple(stack.get_shape())
+        if not member.can_be_in(shape):
+            raise CheckpointError(
+                f"{member.stack!r} is {shape}, which holds no {member.count} matrices of "
+                f"{member.num_inputs} inputs for each expert",
+                where=str(self.directory),
+                remedy="is config.json of this checkpoint?",
+            )
+        stored = stack.get_dtype()
+        if stored not in _DTYPES:
+            raise CheckpointError(
+                f"{member.stack!r} is {stored}; experts in one tensor are read as "
+                f"{', '.join(_DTYPES)}",
+                where=str(self.directory),
+                remedy="take the release whose weights are not quantised",
+            )
+        return shape
 
     def prefetch(self, name: str) -> None:
         """Let the disk read the tensor before `rows` asks for it."""

@@ -106,20 +106,22 @@ class Target(ABC):
         self._last: Future[None] | None = None
         if bundles is None:
             bundles = [[number] for number in range(len(units))]
-        sizes = [sum(total_bytes(units[number]) for number in bundle) for bundle in bundles]
+        sizes = []
+        for bundle in bundles:
+            sizes.append(sum(total_bytes(units[number]) for number in bundle))
         groups = grouped(sizes, shard_bytes)
         self.files: list[ShardFile] = []
         for number, group in enumerate(groups, 1):
             name = self.pattern.format(number=number, count=len(groups))
             if self.single and len(groups) == 1:
                 name = self.single
-            members: list[int] = []
-            for bundle in group:
-                members += bundles[bundle]
+            unit_numbers: list[int] = []
+            for bundle_number in group:
+                unit_numbers += bundles[bundle_number]
             entries: list[TensorEntry] = []
-            for unit in members:
-                entries += units[unit]
-            self.files.append(ShardFile(name, tuple(members), tuple(entries)))
+            for unit_number in unit_numbers:
+                entries += units[unit_number]
+            self.files.append(ShardFile(name, tuple(unit_numbers), tuple(entries)))
 
     @property
     def num_bytes(self) -> int:

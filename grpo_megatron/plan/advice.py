@@ -59,10 +59,11 @@ def images_are_guessed_in_plans(config: RunConfig) -> Violation | None:
         return None
     return Violation(
         "model.path",
-        "plans take each prompt to be one image and nothing else, and memory is planned as if "
-        "samples had none in common",
-        remedy="shorter prompts (rollout.max_model_len less rollout.max_new_tokens) need less of "
-        "it; time a few steps (docs/vision.md)",
+        "plans take each prompt to be one image and nothing else, as long as prompts may be "
+        "(rollout.max_model_len less rollout.max_new_tokens), and memory is planned as if samples "
+        "had none in common",
+        remedy="--prompt-tokens says how long they are, for predicted seconds; shorter prompts "
+        "need less memory; time a few steps (docs/vision.md)",
     )
 
 

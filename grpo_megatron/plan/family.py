@@ -86,7 +86,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     architecture: str = ""  # vLLM's name of it
     layer_prefix: str = "model.layers.{layer}."  # begins the names of a layer's tensors
-    module_prefix: str = ""  # those of its modules in transformers, where they begin otherwise
+    module_prefix: str = ""  # begins those of its modules in transformers, if not as its tensors'
     tower: str = ""  # of a model that sees: whose vision tower it has
     tower_prefix: str = "visual."  # begins the names of a vision tower's
     stacked: dict[str, Stacked] = {}  # by the tensor of a layer in files

@@ -11,6 +11,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, DataError
 from grpo_megatron.plan.critic_model import CRITIC_MODEL_RULES
 from grpo_megatron.plan.engine_rules import is_cpu_engine
+from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.fp8_weights import FP8_RULES
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.lora import LORA_RULES
@@ -130,6 +131,25 @@ def routing_has_experts(config: RunConfig, model: ModelFacts) -> list[Violation]
         )
         found.append(violation)
     return found
+
+
+@MODEL_RULES.rule("stacked_files")
+def engines_read_stacks_as_they_are_written(
+    config: RunConfig, model: ModelFacts
+) -> Violation | None:
+    """Refuse files where a layer's experts are one tensor of square matrices: transformers reads
+    them as they are, and vLLM transposes them (`checkpoints.stacked_experts`)."""
+    if config.publish.method != "file" or not family_of(model.model_type).stacked:
+        return None
+    width = model.moe_intermediate_size
+    if model.hidden_size not in (width, 2 * width):
+        return None
+    return Violation(
+        "publish.method",
+        f"vLLM would transpose experts of {width} x {model.hidden_size} (moe_intermediate_size, "
+        "hidden_size) that files have in one square tensor",
+        nearest=("auto",),
+    )
 
 
 @MODEL_RULES.rule("model_mismatch")

@@ -55,8 +55,7 @@ def step_bytes(
 
     held, working = _held_and_working(s, stage, trains=trains)
     kept_of_tower = 0
-    has_tower = "tower_hidden" in s.symbols
-    if has_tower and stage == 0 and trains_tower:
+    if s.tower and stage == 0 and trains_tower:
         kept_of_tower = _kept_of_tower(s)
         held += kept_of_tower
     waiting = 0.0
@@ -77,7 +76,7 @@ def step_bytes(
         "embedding": (waiting - 1, embedding),
         "adam": (0, adam),
     }
-    if has_tower:
+    if s.tower:
         of_moment = 0
         if stage == 0:
             of_moment = kept_of_tower + _working_of_tower(s, trains=trains_tower)

@@ -167,7 +167,7 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
 
 def _weights_of_tower(s: Sizes) -> list[Weight]:
     """The weights of a vision tower, in transformers' order; none of a model without one."""
-    if "tower_blocks" not in s.symbols:
+    if not s.tower:
         return []
     forms = FORMS["tower"][s.tower]["weights"]
     in_order = [*forms["patches"]]

@@ -1,4 +1,4 @@
-"""Files in which the experts of a layer are one tensor, turned or not: what is read and written."""
+"""Files in which the experts of a layer are one tensor, transposed or not: read and written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFReader
 from grpo_megatron.checkpoints.merge import merge_checkpoints
 from grpo_megatron.checkpoints.stacked_experts import stacks_of
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.errors import CheckpointError, ConfigError
 from grpo_megatron.weights.tensor_entry import entry_of
 
 LAYER = "model.language_model.layers.1."
@@ -43,7 +43,7 @@ def matrices_of(hidden: int, width: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def in_stacks(matrices: dict[str, torch.Tensor], *, turned: bool) -> dict[str, torch.Tensor]:
+def in_stacks(matrices: dict[str, torch.Tensor], *, transposed: bool) -> dict[str, torch.Tensor]:
     """The tensors of a file, written down independently of what is tested."""
     gate_up = []
     down = []
@@ -54,7 +54,7 @@ def in_stacks(matrices: dict[str, torch.Tensor], *, turned: bool) -> dict[str, t
         gate_up.append(torch.cat([gate, up]))
         down.append(matrices[of_expert + "down_proj.weight"])
     stacks = {GATE_UP: torch.stack(gate_up), DOWN: torch.stack(down)}
-    if turned:
+    if transposed:
         stacks = {name: stack.mT.contiguous() for name, stack in stacks.items()}
     return {ROUTER: matrices[ROUTER], **stacks}
 
@@ -75,12 +75,12 @@ SIZES = {"wide": (8, 12), "narrow": (12, 5), "square_gate_up": (8, 4), "square_d
 """Hidden size, and width of an expert."""
 
 
-@pytest.mark.parametrize("turned", [True, False], ids=["turned", "unturned"])
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("sizes", ["wide", "narrow"])
-def test_a_matrix_is_read_from_its_stack(tmp_path, sizes, turned):
+def test_a_matrix_is_read_from_its_stack(tmp_path, sizes, transposed):
     hidden, width = SIZES[sizes]
     matrices = matrices_of(hidden, width)
-    stacks = in_stacks(matrices, turned=turned)
+    stacks = in_stacks(matrices, transposed=transposed)
     down = {DOWN: stacks.pop(DOWN)}  # stacks of a layer may be in several files
     reader = HFReader(write(tmp_path / "model", config_of(hidden, width), stacks, down))
     reader.check_index()
@@ -97,7 +97,7 @@ def test_a_matrix_is_read_from_its_stack(tmp_path, sizes, turned):
 def test_what_fits_both_ways_is_read_as_transformers_does(tmp_path, sizes):
     hidden, width = SIZES[sizes]
     matrices = matrices_of(hidden, width)
-    stacks = in_stacks(matrices, turned=False)
+    stacks = in_stacks(matrices, transposed=False)
     reader = HFReader(write(tmp_path / "model", config_of(hidden, width), stacks))
     for name, matrix in matrices.items():
         assert torch.equal(reader.tensor(name), matrix), name
@@ -123,8 +123,8 @@ def write_target(directory: Path, hf: dict, matrices: dict, shard_bytes: int) ->
 @pytest.mark.parametrize("shard_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_stacks_are_written_as_everybody_reads_them(tmp_path, sizes, shard_bytes):
-    """Turned, as released and as vLLM wants them; where transformers would then not turn them back,
-    unturned. The experts of a layer are in one file, however small files shall be."""
+    """Transposed, as released and as vLLM wants them; as they are where transformers would not
+    transpose them back. The experts of a layer are in one file, however small files shall be."""
     hidden, width = SIZES[sizes]
     matrices = matrices_of(hidden, width)
     target = write_target(tmp_path / "out", config_of(hidden, width), matrices, shard_bytes)
@@ -133,12 +133,12 @@ def test_stacks_are_written_as_everybody_reads_them(tmp_path, sizes, shard_bytes
     for file in target.files:
         assert target.read_back(file) == []
         found |= load_file(tmp_path / "out" / file.name)
-    wanted = in_stacks(matrices, turned=True)
-    unturned = in_stacks(matrices, turned=False)
+    wanted = in_stacks(matrices, transposed=True)
+    as_they_are = in_stacks(matrices, transposed=False)
     if sizes == "square_gate_up":
-        wanted[GATE_UP] = unturned[GATE_UP]
+        wanted[GATE_UP] = as_they_are[GATE_UP]
     if sizes == "square_down":
-        wanted[DOWN] = unturned[DOWN]
+        wanted[DOWN] = as_they_are[DOWN]
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
@@ -177,8 +177,65 @@ def test_an_expert_that_did_not_come_whole_is_named(tmp_path):
         target.wait()
 
 
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        (
+            "mlp.experts.1.",
+            "gate_up_proj' would lack 2 of its matrices, for example '.*1.gate_proj",
+        ),
+        ("2.up_proj", "gate_up_proj' would lack 1 of its matrices, for example '.*2.up_proj"),
+    ],
+)
+def test_a_stack_with_a_hole_is_not_planned(tmp_path, lacking, words):
+    matrices = matrices_of(8, 12)
+    units = [[entry_of(name, matrix)] for name, matrix in matrices.items() if lacking not in name]
+    target = HFTarget(tmp_path, units, 1 << 20, stacks_of(config_of(8, 12)))
+    with pytest.raises(CheckpointError, match=words):
+        target.open(target.files[0])
+
+
+def test_a_stack_of_two_types_is_not_planned(tmp_path):
+    matrices = matrices_of(8, 12)
+    name = LAYER + "mlp.experts.2.down_proj.weight"
+    matrices[name] = matrices[name].bfloat16()
+    units = [[entry_of(name, matrix)] for name, matrix in matrices.items()]
+    target = HFTarget(tmp_path, units, 1 << 20, stacks_of(config_of(8, 12)))
+    with pytest.raises(CheckpointError, match=r"0\.down_proj.*float32.*2\.down_proj.*bfloat16"):
+        target.open(target.files[0])
+
+
+@pytest.mark.parametrize("shape", [(3, 24), (3, 9, 25), (3, 8, 25), (3, 25, 8)])
+def test_a_stack_that_holds_no_such_matrices_is_refused(tmp_path, shape):
+    stacks = in_stacks(matrices_of(8, 12), transposed=True)
+    stacks[GATE_UP] = torch.zeros(shape)
+    reader = HFReader(write(tmp_path / "model", config_of(8, 12), stacks))
+    with pytest.raises(CheckpointError, match=r"holds no 2 matrices of 8 inputs") as caught:
+        reader.shapes()
+    assert str(shape) in caught.value.message
+    assert caught.value.where == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next", "qwen3_moe", "other"])
+def test_files_of_other_families_are_read_as_they_are(tmp_path, model_type):
+    """Also of one that nothing here can train, and where config.json is at odds with itself."""
+    hf = {"model_type": model_type, "dtype": "float32", "torch_dtype": "bfloat16"}
+    tensors = {GATE_UP: torch.ones(2, 3, 4)}
+    reader = HFReader(write(tmp_path / "model", hf, tensors))
+    assert reader.names() == {GATE_UP}
+    assert reader.shape(GATE_UP) == (2, 3, 4)
+
+
+def test_a_configuration_without_the_size_is_named(tmp_path):
+    directory = write(tmp_path / "model", {"model_type": "qwen3_vl_moe"}, {"a": torch.ones(1)})
+    with pytest.raises(
+        ConfigError, match="hidden_size is missing in the configuration of qwen3_vl"
+    ):
+        HFReader(directory)
+
+
 def test_quantised_stacks_are_refused(tmp_path):
-    stacks = in_stacks(matrices_of(8, 12), turned=True)
+    stacks = in_stacks(matrices_of(8, 12), transposed=True)
     stacks[DOWN] = stacks[DOWN].to(torch.float8_e4m3fn)
     stacks[DOWN + "_scale_inv"] = torch.ones(NUM_EXPERTS, 1, 1)
     reader = HFReader(write(tmp_path / "model", config_of(8, 12), stacks))
@@ -188,15 +245,16 @@ def test_quantised_stacks_are_refused(tmp_path):
 
 
 def test_an_expert_that_a_stack_does_not_have_is_missing(tmp_path):
-    stacks = in_stacks(matrices_of(8, 12), turned=True)
+    stacks = in_stacks(matrices_of(8, 12), transposed=True)
     reader = HFReader(write(tmp_path / "model", config_of(8, 12), stacks))
     with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj\.weight' is missing"):
         reader.shape(LAYER + "mlp.experts.3.down_proj.weight")
 
 
-def test_a_damaged_configuration_is_named(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_damaged_configuration_is_named(tmp_path, text):
     directory = write(tmp_path / "model", {}, {"a": torch.ones(1)})
-    (directory / "config.json").write_text("{")
+    (directory / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"unreadable config.json"):
         HFReader(directory)
 
@@ -207,11 +265,11 @@ def test_means_of_checkpoints_whose_stacks_lie_differently(tmp_path):
     one = matrices_of(8, 12)
     two = {name: 2 * matrix for name, matrix in one.items()}
     parts = {
-        write(tmp_path / "one", hf, in_stacks(one, turned=True)): 1.0,
-        write(tmp_path / "two", hf, in_stacks(two, turned=False)): 1.0,
+        write(tmp_path / "one", hf, in_stacks(one, transposed=True)): 1.0,
+        write(tmp_path / "two", hf, in_stacks(two, transposed=False)): 1.0,
     }
     merge_checkpoints(parts, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     mean = {name: (1.5 * matrix.double()).float() for name, matrix in one.items()}
-    for name, tensor in in_stacks(mean, turned=True).items():
+    for name, tensor in in_stacks(mean, transposed=True).items():
         assert torch.equal(found[name], tensor), name

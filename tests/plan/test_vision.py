@@ -12,7 +12,13 @@ from grpo_megatron.config.problems import InvalidConfigError
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.advice import advice_for
 from grpo_megatron.plan.resolve import resolve, resolve_run
-from tests.trainer.vision import DEEP_PROCESSOR, DEEP_VISION, PROCESSOR, VISION
+from tests.trainer.vision import (
+    DEEP_PROCESSOR,
+    DEEP_VISION,
+    PROCESSOR,
+    SPARSE_VISION,
+    VISION,
+)
 
 COUNT = "demo/vision-count-cpu"
 TEXT = "demo/gspo-moe-cpu"
@@ -61,6 +67,32 @@ def test_what_is_not_computed_with_images(overrides, words):
     text = _refusal(COUNT, *overrides)
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize(("width", "is_refused"), [(32, False), (64, True), (128, True)])
+def test_engines_do_not_read_square_stacks_from_files(tmp_path, width, is_refused):
+    """Of experts of `width` in a model of 128, gate and up, or down, are then square."""
+    text = SPARSE_VISION["text_config"] | {"moe_intermediate_size": width}
+    hf = SPARSE_VISION | {"text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(DEEP_PROCESSOR))
+    settings = ["model.preset=null", f"model.path={tmp_path}"]
+    assert resolve(COUNT, settings).config.publish.method == "auto"
+    if not is_refused:
+        resolve(COUNT, [*settings, "publish.method=file"])
+        return
+    text = _refusal(COUNT, *settings, "publish.method=file")
+    for word in ("publish.method", f"experts of {width} x 128", "publish.method=auto"):
+        assert word in text
+
+
+def test_stacks_in_fp8_are_refused_with_the_configuration(tmp_path):
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    hf = SPARSE_VISION | {"quantization_config": fp8}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(DEEP_PROCESSOR))
+    text = _refusal(COUNT, "model.preset=null", f"model.path={tmp_path}")
+    assert "is not supported for qwen3_vl_moe" in text and "quantization_config = null" in text
 
 
 def test_a_text_model_gets_no_pictures(tmp_path):

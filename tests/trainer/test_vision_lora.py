@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,7 @@ CASES = [
     for layout in LAYOUTS
     if layout != "tp2_ep2" or "num_experts" in hf.get("text_config", {})
 ]
+RUN = "tests.trainer.lora_ranks:service_run"
 GATE = ("qwen2_5_vl-tp2_sp", "qwen3_vl_moe-tp2_ep2")
 
 
@@ -93,6 +96,33 @@ def test_merged_weights_compute_what_adapters_do(world1, case_of, family):
         np.testing.assert_allclose(merged, adapted, atol=2e-5)
 
 
+@pytest.mark.parametrize("family", rest_in_matrix(FAMILIES, ("qwen2_5_vl",)))
+def test_adapters_are_read_and_written_bit_for_bit(world2, case_of, tmp_path, family):
+    """By the names of transformers' modules, and nothing of the tower."""
+    case = case_of(family)
+    lora = {"rank": 2}
+    layout = {"num_ranks": 2, **LAYOUTS["tp2_sp"][1], **ROWS}
+    world2.run(RUN, layout=layout, root=str(tmp_path), lora=lora, **case)
+    world2.run(
+        "tests.trainer.lora_ranks:write_again",
+        model=case["model"],
+        layout=LAYOUTS["pp2_recompute"][1],
+        lora=lora,
+        adapter=str(tmp_path / "adapter"),
+        target=str(tmp_path / "again"),
+    )
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+    found = load_file(tmp_path / "again" / name)
+    assert all(key.startswith("base_model.model.model.language_model.layers.") for key in found)
+    assert any(tensor.abs().max() > 0 for key, tensor in found.items() if ".lora_B." in key)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert re.fullmatch(config["exclude_modules"], "model.visual.blocks.0.mlp.gate_proj")
+    assert re.fullmatch(config["exclude_modules"], "visual.blocks.0.mlp.gate_proj")
+    of_text = "model.language_model.layers.0.mlp.gate_proj"
+    assert not re.fullmatch(config["exclude_modules"], of_text)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_peft_binds_every_adapter_and_computes_what_the_trainer_does(
@@ -104,7 +134,7 @@ def test_peft_binds_every_adapter_and_computes_what_the_trainer_does(
     transformers = pytest.importorskip("transformers")
     case = case_of(family)
     world2.run(
-        "tests.trainer.lora_ranks:service_run",
+        RUN,
         layout={"num_ranks": 2, **LAYOUTS["tp2_sp"][1], **ROWS},
         root=str(tmp_path),
         lora={"rank": 2},

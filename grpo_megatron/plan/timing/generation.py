@@ -7,7 +7,7 @@ in the last of which hardly a sequence is left."""
 from dataclasses import dataclass
 
 from grpo_megatron.plan.timing.lengths import Lengths
-from grpo_megatron.plan.timing.tower import Images, has_tower, tower_amounts
+from grpo_megatron.plan.timing.tower import Images, tower_amounts
 from grpo_megatron.plan.timing.trainer import Machine
 from grpo_megatron.plan.timing.work import attention_widths, expert_elements, matrix_elements
 from grpo_megatron.plan.weights import Sizes
@@ -127,9 +127,9 @@ def prefill_seconds(s: Sizes, load: EngineLoad, machine: Machine) -> float:
     of_token = decode_amounts(s, 1, load.lengths.prompt / 2).flops
     tokens = load.num_prompts * load.lengths.prompt
     flops = tokens * of_token
-    if has_tower(s):  # shared out among tensor ranks
+    if s.tower:  # shared out among tensor ranks
         tower = tower_amounts(s, Images(load.num_prompts, load.lengths.prompt))
-        flops += (tower.matrix_flops + tower.attention_flops) / s.trainer.tensor_parallel_size
+        flops += tower.flops / s.trainer.tensor_parallel_size
     return flops / (machine.device.flops * c["prefill_efficiency"])
 
 

@@ -28,7 +28,7 @@ from grpo_megatron.plan.timing.staleness import (
     spread_answers,
 )
 from grpo_megatron.plan.timing.step import StepSeconds
-from grpo_megatron.plan.timing.tower import Images, has_tower, tower_amounts
+from grpo_megatron.plan.timing.tower import Images, tower_amounts
 from grpo_megatron.plan.timing.trainer import (
     Machine,
     TrainerLoad,
@@ -138,8 +138,11 @@ def lengths_of(config: RunConfig, options: LengthOptions, constants: Constants) 
     or assumed, and cut where the recipe cuts them. ConfigError as of `read_lengths`."""
     rollout = config.rollout
     longest = max(min(rollout.max_new_tokens, rollout.max_model_len - 1), 1)
-    prompt = options.prompt_tokens or constants["prompt_tokens"]
-    prompt = min(prompt, max(rollout.max_model_len - longest, 1))
+    longest_prompt = max(rollout.max_model_len - longest, 1)
+    usual_prompt = constants["prompt_tokens"]
+    if "vision_config" in configuration_of(config.model)[0]:
+        usual_prompt = longest_prompt  # as memory is planned
+    prompt = min(options.prompt_tokens or usual_prompt, longest_prompt)
     if options.file is not None:
         return read_lengths(options.file, prompt, longest)
     answer = options.answer_tokens or constants["answer_share"] * longest
@@ -169,7 +172,7 @@ def predict_run(
     )
     samples = samples_of_step(config)
     load = _trainer_load(config, samples, lengths)
-    if has_tower(sizes):
+    if sizes.tower:
         load = replace(load, images_per_sample=images_per_sample(config))
     trainer = _NOTHING
     if config.trains:
@@ -229,7 +232,8 @@ def computed_share(config: RunConfig, lengths: Lengths) -> float:
 
 def images_per_sample(config: RunConfig) -> float:
     """Return how many images the trainer computes for each sample of a model that sees: one for
-    each prompt, once for all samples of its group where prompts are shared."""
+    each prompt, once for all samples of its group where prompts are shared; else, at most, one for
+    each sample, for those of a prompt may be in rows of their own."""
     if not config.trainer.share_prefixes or config.uses_dataset:
         return 1.0
     return 1.0 / config.batch.num_samples_per_prompt
@@ -415,8 +419,7 @@ def _tower_flops(whole: Sizes, config: RunConfig, load: TrainerLoad) -> float:
     if not load.images_per_sample:
         return 0.0
     images = Images(load.num_samples * load.images_per_sample, load.lengths.prompt)
-    forward = tower_amounts(whole, images)
-    flops = forward.matrix_flops + forward.attention_flops
+    flops = tower_amounts(whole, images).flops
     if config.trainer.vision_tower == "trained":
         flops *= 3
     return flops

@@ -13,7 +13,7 @@ from grpo_megatron.plan.step_memory import tower_block_bytes
 from grpo_megatron.plan.weights import FORMS, Sizes, product
 
 _NOT_MULTIPLIED = "tower_positions"
-"""In the form of a table that is looked up."""
+"""A weight whose form has this size is a table that is looked up, no matrix product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class TowerAmounts:
     """That its blocks would keep of their activations."""
     num_blocks: int
 
-
-def has_tower(s: Sizes) -> bool:
-    """Whether the model sees."""
-    return "tower_blocks" in s.symbols
+    @property
+    def flops(self) -> float:
+        """All operations."""
+        return self.matrix_flops + self.attention_flops
 
 
 def tower_amounts(s: Sizes, images: Images) -> TowerAmounts:

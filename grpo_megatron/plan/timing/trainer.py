@@ -162,6 +162,8 @@ class TrainerWork:
     num_logprob_microbatches: int
     parameters: tuple[tuple[int, int], ...]
     """Of a rank of each stage: weights that data-parallel ranks share, and experts."""
+    trained: tuple[tuple[int, int], ...]
+    """Those of them that have gradients."""
 
 
 def trainer_work(s: Sizes, load: TrainerLoad, attention_backward_ratio: float) -> TrainerWork:
@@ -183,6 +185,7 @@ def trainer_work(s: Sizes, load: TrainerLoad, attention_backward_ratio: float) -
         logprob_stages=logprob_stages,
         num_logprob_microbatches=passes,
         parameters=tuple(parameters_of_rank(s, stage) for stage in stages),
+        trained=tuple(parameters_of_rank(s, stage, trained=True) for stage in stages),
     )
 
 
@@ -288,6 +291,7 @@ def compute_seconds(s: Sizes, amounts: Amounts, machine: Machine, *, is_sft: boo
     if s.trainer.fp8 != "none":
         matrix_peak *= c["fp8_speedup"]
     seconds = amounts.matrix_flops / (matrix_peak * c["matrix_efficiency"])
+    seconds += amounts.tower_flops / (peak * c["matrix_efficiency"])
     expert_s = amounts.expert_flops / (matrix_peak * c["expert_efficiency"])
     seconds += expert_s * expert_imbalance(s, c["expert_load_variation"])
     attention_efficiency = c["attention_efficiency"] * machine.attention_share
@@ -347,7 +351,7 @@ def _sync_seconds(work: TrainerWork, machine: Machine) -> float:
     t = s.trainer
     replicas, expert_replicas = shard_counts(t)
     longest_s = 0.0
-    for dense, experts in work.parameters:
+    for dense, experts in work.trained:
         seconds = 0.0
         for elements, ranks, inner in (
             (dense, replicas, t.tensor_parallel_size),
@@ -373,7 +377,7 @@ def _optimizer_seconds(work: TrainerWork, machine: Machine) -> float:
     of_one = bytes_per_parameter(s.symbols["element"])
     moved = of_one.gradients + 2 * of_one.optimizer + of_one.weights
     longest = 0.0
-    for dense, experts in work.parameters:
+    for dense, experts in work.trained:
         longest = max(longest, dense / replicas + experts / expert_replicas)
     if not work.load.has_host_optimizer:
         return longest * moved / machine.memory_bytes_per_s

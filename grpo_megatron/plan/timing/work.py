@@ -38,6 +38,8 @@ class Amounts:
     """Of dense matrices: attention's, MLPs', routers', shared experts', the output layer's."""
     expert_flops: float = 0.0
     """Of routed experts, evenly loaded."""
+    tower_flops: float = 0.0
+    """Of matrices of a vision tower, which FP8 leaves as they are."""
     attention_flops: float = 0.0
     """Of queries with keys and of weights with values."""
     weight_bytes: float = 0.0
@@ -102,7 +104,7 @@ def stage_work(s: Sizes, stage: int, batch: MicroBatchSize, backward_ratio: floa
     if s.trainer.recompute == "full":
         backward += layers + _sent(s, layers_traffic(s, step, 1))
     if stage == 0 and batch.images is not None:
-        tower = _tower_amounts(s, batch.images)
+        tower = _forward_of_tower(s, batch.images)
         forward += tower
         if s.trainer.vision_tower == "trained":
             backward += _differentiated(tower, s, stage, backward_ratio)
@@ -111,10 +113,10 @@ def stage_work(s: Sizes, stage: int, batch: MicroBatchSize, backward_ratio: floa
     return StageWork(forward, backward)
 
 
-def _tower_amounts(s: Sizes, images: Images) -> Amounts:
+def _forward_of_tower(s: Sizes, images: Images) -> Amounts:
     found = tower_amounts(s, images)
     return Amounts(
-        matrix_flops=found.matrix_flops,
+        tower_flops=found.matrix_flops,
         attention_flops=found.attention_flops,
         weight_bytes=found.weight_bytes,
         kept_bytes=found.kept_bytes,
@@ -247,6 +249,7 @@ def _differentiated(forward: Amounts, s: Sizes, stage: int, backward_ratio: floa
     return Amounts(
         matrix_flops=2 * forward.matrix_flops,
         expert_flops=2 * forward.expert_flops,
+        tower_flops=2 * forward.tower_flops,
         attention_flops=backward_ratio * forward.attention_flops,
         weight_bytes=forward.weight_bytes + gradients,
         kept_bytes=2 * forward.kept_bytes,
@@ -294,13 +297,15 @@ _TIMES_SENT = {"all-reduce": 2.0}
 """A ring's all-reduce is a reduce-scatter and an all-gather."""
 
 
-def parameters_of_rank(s: Sizes, stage: int) -> tuple[int, int]:
+def parameters_of_rank(s: Sizes, stage: int, *, trained: bool = False) -> tuple[int, int]:
     """Return elements of a rank's weights: those that all data-parallel ranks have, and its
-    experts'."""
+    experts'. trained: only of those with gradients."""
     dense = 0
     experts = 0
     for chunk in range(s.num_chunks):
         for weight in weights_of_chunk(s, stage, chunk):
+            if trained and not weight.is_trained:
+                continue
             if weight.kind == "expert":
                 experts += weight.numel
             else:

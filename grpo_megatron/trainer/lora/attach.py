@@ -259,7 +259,7 @@ def attach(
     for name, shard in weights:
         owner, _, attribute = name.rpartition(".")
         is_linear = re.search(r"\.linear_\w+$", owner) and re.fullmatch(r"weight\d*", attribute)
-        is_of_tower = shard.name.startswith(TOWER)  # which may call layers of its own so
+        is_of_tower = shard.name.startswith(TOWER)  # that of Qwen3-VL has a linear_fc1, too
         if not is_linear or is_of_tower:
             continue
         parameter = tensor_map.parameter(shard.name, shard.full_shape)

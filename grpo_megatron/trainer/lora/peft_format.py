@@ -30,7 +30,7 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SHARED = re.compile(r"\.experts\.(?=[a-z])")
 """In the name of an adapter that experts share: what the number of one follows."""
-_OF_TOWER = r".*\.visual\..*"
+_OF_TOWER = r"(.*\.)?visual\..*"
 """Modules of a vision tower, whose layers may have the names of the text's."""
 
 
@@ -65,9 +65,8 @@ def export_adapters(policy: Policy, directory: Path, base_model: str) -> None:
         for of_layer in _names_in_file(policy, name):
             tensors[of_layer] = tensor.cpu().clone().contiguous()
     assert policy.lora is not None  # there are adapters
-    config = _peft_config(policy.lora, sorted(tensors), base_model)
-    if "vision_config" in policy.hf:
-        config["exclude_modules"] = _OF_TOWER
+    sees_images = "vision_config" in policy.hf
+    config = _peft_config(policy.lora, sorted(tensors), base_model, sees_images=sees_images)
     on_rank_0(_write, directory, tensors, config)
 
 
@@ -80,7 +79,9 @@ def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, 
     durable.commit(working, directory)
 
 
-def _peft_config(lora: LoraConfig, names: list[str], base_model: str) -> dict[str, Any]:
+def _peft_config(
+    lora: LoraConfig, names: list[str], base_model: str, *, sees_images: bool
+) -> dict[str, Any]:
     """Return adapter_config.json, of which PEFT takes defaults for the rest."""
     modules = set()
     for name in names:
@@ -97,6 +98,7 @@ def _peft_config(lora: LoraConfig, names: list[str], base_model: str) -> dict[st
         "use_dora": lora.dora,
         "bias": "none",
         "target_modules": sorted(modules),
+        "exclude_modules": _OF_TOWER if sees_images else None,
         "inference_mode": True,
     }
 

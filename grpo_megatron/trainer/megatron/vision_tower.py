@@ -53,13 +53,13 @@ def _tower_of(hf: dict[str, Any]) -> torch.nn.Module:
     none here."""
     config_class: Any
     tower_class: Any
-    tower_of = family_of(hf["model_type"]).tower
-    if tower_of == "qwen2_5_vl":
+    tower_name = family_of(hf["model_type"]).tower
+    if tower_name == "qwen2_5_vl":
         from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # takes seconds
 
         config_class = modeling_qwen2_5_vl.Qwen2_5_VLVisionConfig
         tower_class = modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
-    elif tower_of == "qwen3_vl":
+    elif tower_name == "qwen3_vl":
         from transformers.models.qwen3_vl import modeling_qwen3_vl
 
         config_class = modeling_qwen3_vl.Qwen3VLVisionConfig

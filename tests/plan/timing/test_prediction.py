@@ -9,12 +9,17 @@ import pytest
 from grpo_megatron import assets
 from grpo_megatron.cli.main import main
 from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.search import fitting
 from grpo_megatron.plan.timing import generation, prediction
 from grpo_megatron.plan.timing.constants import shipped_constants
 from grpo_megatron.plan.timing.node_split import node_splits
 from grpo_megatron.plan.timing.prediction import LengthOptions, lengths_of, predict_run
+from grpo_megatron.plan.timing.tower import TowerAmounts
+from grpo_megatron.plan.timing.trainer import Machine, compute_seconds
+from grpo_megatron.plan.timing.work import Amounts
+from grpo_megatron.plan.weights import sizes_of
 
 SMALL = "dense/qwen3-8b"
 CONSTANTS = shipped_constants()
@@ -180,18 +185,49 @@ def test_search_finds_the_split_that_brute_force_finds():
 
 def test_a_tower_takes_time(monkeypatch):
     """In every pass over a prompt's image, of which a group has one; in engines before they answer;
-    more where it is trained."""
+    more where it is trained, and in FP8 as much as before."""
     recipe = "systems/vlm_r1"
+    kept = "trainer.vision_tower=frozen"
     trained = predicted(recipe, prompt_tokens=1000)
-    frozen = predicted(recipe, "trainer.vision_tower=frozen", prompt_tokens=1000)
-    apart = predicted(recipe, "trainer.share_prefixes=false", prompt_tokens=1000)
-    monkeypatch.setattr(prediction, "has_tower", lambda sizes: False)
-    monkeypatch.setattr(generation, "has_tower", lambda sizes: False)
-    blind = predicted(recipe, "trainer.vision_tower=frozen", prompt_tokens=1000)
-    blind_apart = predicted(recipe, "trainer.share_prefixes=false", prompt_tokens=1000)
+    frozen = predicted(recipe, kept, prompt_tokens=1000)
+    apart = predicted(recipe, kept, "trainer.share_prefixes=false", prompt_tokens=1000)
+    monkeypatch.setattr(prediction, "images_per_sample", lambda config: 0.0)
+    no_amounts = TowerAmounts(0.0, 0.0, 0.0, 0.0, 0)
+    monkeypatch.setattr(generation, "tower_amounts", lambda sizes, images: no_amounts)
+    blind = predicted(recipe, kept, prompt_tokens=1000)
+    blind_apart = predicted(recipe, kept, "trainer.share_prefixes=false", prompt_tokens=1000)
     assert blind.logprobs_s < frozen.logprobs_s == trained.logprobs_s
     assert blind.forward_backward_s < frozen.forward_backward_s < trained.forward_backward_s
     assert blind.generation_s < frozen.generation_s
     once = frozen.logprobs_s - blind.logprobs_s
     each = apart.logprobs_s - blind_apart.logprobs_s
     assert each > 4 * once  # 8 samples a prompt
+
+
+def test_a_frozen_tower_has_no_gradients_to_reduce():
+    trained = predicted("systems/vlm_r1")
+    frozen = predicted("systems/vlm_r1", "trainer.vision_tower=frozen")
+    assert frozen.gradient_sync_s < trained.gradient_sync_s
+    assert frozen.optimizer_s < trained.optimizer_s
+
+
+def test_fp8_makes_no_tower_faster():
+    sizes = {}
+    for fp8 in ("none", "blockwise"):
+        config = resolve("systems/vlm_r1", [f"trainer.fp8={fp8}"]).config
+        hf, _ = configuration_of(config.model)
+        sizes[fp8] = sizes_of(hf, hf["vocab_size"], config.trainer)
+    machine = Machine(CONSTANTS, CONSTANTS.device("h100-80g"), 8)
+    of_tower = Amounts(tower_flops=1e15)
+    of_text = Amounts(matrix_flops=1e15)
+    plain, rounded = (compute_seconds(s, of_tower, machine, is_sft=False) for s in sizes.values())
+    assert plain == rounded
+    plain, rounded = (compute_seconds(s, of_text, machine, is_sft=False) for s in sizes.values())
+    assert rounded < plain
+
+
+def test_prompts_of_a_model_that_sees_are_as_long_as_they_may_be():
+    """As its memory is planned; a text's are as usual."""
+    assert predicted("systems/vlm_r1").lengths.prompt == 3584 - 2048
+    assert predicted("systems/vlm_r1", prompt_tokens=300).lengths.prompt == 300
+    assert predicted(SMALL).lengths.prompt == CONSTANTS["prompt_tokens"]

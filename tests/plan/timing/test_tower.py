@@ -60,13 +60,14 @@ def batch_of(images: Images | None) -> MicroBatchSize:
 
 
 def added(s: Sizes, images: Images) -> list[tuple[float, float]]:
-    """Matrix operations that images add to the forward and the backward of each stage."""
+    """Operations of matrices that images add to the forward and the backward of each stage."""
     found = []
     for with_images, without in zip(
         stages_work(s, batch_of(images), RATIO), stages_work(s, batch_of(None), RATIO), strict=True
     ):
-        forward = with_images.forward.matrix_flops - without.forward.matrix_flops
-        backward = with_images.backward.matrix_flops - without.backward.matrix_flops
+        assert with_images.forward.matrix_flops == without.forward.matrix_flops
+        forward = with_images.forward.tower_flops - without.forward.tower_flops
+        backward = with_images.backward.tower_flops - without.backward.tower_flops
         found.append((forward, backward))
     return found
 
