@@ -19,6 +19,9 @@ LEARNING_RATES = (1e-7, 1e-5)
 MAX_GROUP_SIZE = 64
 """Samples a prompt: 2 in 2-GRPO (arXiv:2510.00977), 8 in Dr. GRPO, 16 in DeepSeek-R1 and DAPO, 24
 in GFPO, 64 in DeepSeekMath. Rules refuse groups of one where an objective needs two."""
+_STALE = 2
+"""Steps that samples may be behind and need a correction; shipped recipes go one step ahead
+without, as published runs do."""
 _TINY_MODEL = 50_000_000
 """Parameters. Smaller models start at random and learn at a hundred times these rates (the demo:
 4.5e-4)."""
@@ -130,6 +133,31 @@ def samples_of_rounded_weights_are_corrected(config: RunConfig) -> Violation | N
         "from the trained ones",
         nearest=("tis", "icepop"),
         related=("rollout.fp8",),
+    )
+
+
+@ADVICE.rule("corrected_staleness")
+def stale_samples_are_corrected(config: RunConfig) -> Violation | None:
+    """Warn of samples of earlier policies that the loss takes for the present one's: with log-probs
+    of the trainer every ratio is 1 in the first update, whoever sampled."""
+    objective = config.objective
+    if config.kind != "rl" or config.num_steps == 0:
+        return None
+    looks_at_sampler = (
+        objective.mismatch != "none"
+        or objective.proximal != "recompute"
+        or objective.off_policy_mask != "none"
+    )
+    if config.batch.max_staleness < _STALE or looks_at_sampler:
+        return None
+    return Violation(
+        "objective.off_policy_mask",
+        f"samples may be {config.batch.max_staleness} steps old, and nothing in the objective "
+        f"({objective.preset}) looks at the policy that they are from; so trained, the demo "
+        "unlearns what it knew (docs/staleness.md)",
+        nearest=("opsm",),
+        remedy="or a preset for such samples, for example objective.preset=deepseek_v3_2",
+        related=("batch.max_staleness", "objective.preset"),
     )
 
 

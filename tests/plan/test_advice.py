@@ -57,12 +57,14 @@ def test_tiny_models_learn_fast_and_supervision_has_rates_of_its_own():
 )
 def test_what_is_unusual_so_far_ahead(overrides, wanted):
     shape = ["batch.num_prompts=64", "batch.num_samples_per_prompt=16", "optimizer.lr=1e-5"]
+    shape.append("objective.off_policy_mask=opsm")
     found = keys(RELEASED, *shape, *overrides)
     assert found == wanted
 
 
 def test_prompts_that_are_proposed_are_enough():
     overrides = ["batch.max_staleness=20", "batch.num_samples_per_prompt=24", "optimizer.lr=1e-6"]
+    overrides.append("objective.off_policy_mask=opsm")
     config = resolve(RELEASED, [*overrides, "batch.num_prompts=8"]).config
     [unusual] = advice_for(config)
     assert unusual.nearest == (22,)
@@ -84,7 +86,26 @@ def test_samples_of_rounded_weights_are_corrected(overrides, wanted):
 
 
 def test_tiny_models_learn_fast_ahead_too():
-    assert keys("demo/gspo-moe-cpu", "batch.max_staleness=8") == []
+    corrected = "objective.preset=deepseek_v3_2"
+    assert keys("demo/gspo-moe-cpu", "batch.max_staleness=8", corrected) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        (["batch.max_staleness=2"], True),
+        (["batch.max_staleness=1"], False),
+        (["batch.max_staleness=8", "objective.mismatch=tis"], False),
+        (["batch.max_staleness=8", "objective.proximal=rollout"], False),
+        (["batch.max_staleness=8", "objective.off_policy_mask=opsm"], False),
+        (["batch.max_staleness=8", "objective.preset=vespo"], False),
+        (["batch.max_staleness=8", "objective.preset=dapo"], True),
+        (["batch.max_staleness=8", "num_steps=0"], False),
+    ],
+)
+def test_stale_samples_are_corrected(overrides, is_told):
+    wanted = ["objective.off_policy_mask"] if is_told else []
+    assert keys("demo/gspo-moe-cpu", *overrides) == wanted
 
 
 LEFT_OUT_OF_PLANS = {
