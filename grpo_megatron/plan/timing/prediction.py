@@ -344,7 +344,7 @@ def _switch_seconds(config: RunConfig, plan: Plan, s: Sizes, machine: Machine) -
         carried += 2 * plan.engine["weights"]
     if _has_reference(config):
         element: int = s.symbols["element"]
-        carried += 2 * element * sum(parameters_of_rank(s, 0))
+        carried += 2 * element * parameters_of_rank(s, 0).total
     return carried / machine.constants["host_bytes_per_s"]
 
 

@@ -248,6 +248,7 @@ def _state_bytes(work: TrainerWork) -> float:
     """Weights, gradients and optimizer state of a rank of the first stage."""
     replicas, expert_replicas = shard_counts(work.sizes.trainer)
     of_one = bytes_per_parameter(work.sizes.symbols["element"])
-    dense, experts = work.parameters[0]
-    whole = (of_one.weights + of_one.gradients) * (dense + experts)
-    return whole + of_one.optimizer * (dense / replicas + experts / expert_replicas)
+    held = work.parameters[0]
+    whole = (of_one.weights + of_one.gradients) * held.total
+    sharded = held.dense / replicas + held.experts / expert_replicas
+    return whole + of_one.optimizer * sharded

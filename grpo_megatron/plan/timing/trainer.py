@@ -19,6 +19,7 @@ from grpo_megatron.plan.timing.tower import Images
 from grpo_megatron.plan.timing.work import (
     Amounts,
     MicroBatchSize,
+    RankParameters,
     StageWork,
     parameters_of_rank,
     stages_work,
@@ -160,10 +161,8 @@ class TrainerWork:
     logprob_stages: tuple[StageWork, ...]
     """Of a micro-batch without gradients; empty where there is no such pass."""
     num_logprob_microbatches: int
-    parameters: tuple[tuple[int, int], ...]
-    """Of a rank of each stage: weights that data-parallel ranks share, and experts."""
-    trained: tuple[tuple[int, int], ...]
-    """Those of them that have gradients."""
+    parameters: tuple[RankParameters, ...]
+    """Of a rank of each stage."""
 
 
 def trainer_work(s: Sizes, load: TrainerLoad, attention_backward_ratio: float) -> TrainerWork:
@@ -185,7 +184,6 @@ def trainer_work(s: Sizes, load: TrainerLoad, attention_backward_ratio: float) -
         logprob_stages=logprob_stages,
         num_logprob_microbatches=passes,
         parameters=tuple(parameters_of_rank(s, stage) for stage in stages),
-        trained=tuple(parameters_of_rank(s, stage, trained=True) for stage in stages),
     )
 
 
@@ -257,7 +255,7 @@ def _train_seconds(work: TrainerWork, stage: int, of_stage: StageWork, machine: 
     if not work.load.gathers_weights:
         return both
     element: int = s.symbols["element"]
-    elements = sum(work.parameters[stage])
+    elements = work.parameters[stage].total
     # gathered twice in the weights' type, gradients scattered in float32
     return max(both, (2 * element + 4) * elements / machine.link_bytes_per_s(s.trainer.num_ranks))
 
@@ -268,7 +266,7 @@ def _forward_seconds(work: TrainerWork, stage: int, of_stage: StageWork, machine
     if not work.load.gathers_weights:
         return seconds
     element: int = s.symbols["element"]
-    size = element * sum(work.parameters[stage])
+    size = element * work.parameters[stage].total
     return max(seconds, size / machine.link_bytes_per_s(s.trainer.num_ranks))
 
 
@@ -351,11 +349,11 @@ def _sync_seconds(work: TrainerWork, machine: Machine) -> float:
     t = s.trainer
     replicas, expert_replicas = shard_counts(t)
     longest_s = 0.0
-    for dense, experts in work.trained:
+    for parameters in work.parameters:
         seconds = 0.0
         for elements, ranks, inner in (
-            (dense, replicas, t.tensor_parallel_size),
-            (experts, expert_replicas, t.etp * t.expert_parallel_size),
+            (parameters.trained_dense, replicas, t.tensor_parallel_size),
+            (parameters.trained_experts, expert_replicas, t.etp * t.expert_parallel_size),
         ):
             size = (4 + s.symbols["element"]) * elements * (ranks - 1) / ranks
             seconds += size / machine.link_bytes_per_s(inner * ranks)
@@ -377,8 +375,10 @@ def _optimizer_seconds(work: TrainerWork, machine: Machine) -> float:
     of_one = bytes_per_parameter(s.symbols["element"])
     moved = of_one.gradients + 2 * of_one.optimizer + of_one.weights
     longest = 0.0
-    for dense, experts in work.trained:
-        longest = max(longest, dense / replicas + experts / expert_replicas)
+    for parameters in work.parameters:
+        of_rank = parameters.trained_dense / replicas
+        of_rank += parameters.trained_experts / expert_replicas
+        longest = max(longest, of_rank)
     if not work.load.has_host_optimizer:
         return longest * moved / machine.memory_bytes_per_s
     c = machine.constants

@@ -297,17 +297,36 @@ _TIMES_SENT = {"all-reduce": 2.0}
 """A ring's all-reduce is a reduce-scatter and an all-gather."""
 
 
-def parameters_of_rank(s: Sizes, stage: int, *, trained: bool = False) -> tuple[int, int]:
-    """Return elements of a rank's weights: those that all data-parallel ranks have, and its
-    experts'. trained: only of those with gradients."""
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """Elements of a rank's weights."""
+
+    dense: int
+    """That all data-parallel ranks have."""
+    experts: int
+    trained_dense: int
+    """Those of `dense` with gradients."""
+    trained_experts: int
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return self.dense + self.experts
+
+
+def parameters_of_rank(s: Sizes, stage: int) -> RankParameters:
+    """Count the elements of a rank of a pipeline stage."""
     dense = 0
     experts = 0
+    trained_dense = 0
+    trained_experts = 0
     for chunk in range(s.num_chunks):
         for weight in weights_of_chunk(s, stage, chunk):
-            if trained and not weight.is_trained:
-                continue
+            num_trained = weight.numel * weight.is_trained
             if weight.kind == "expert":
                 experts += weight.numel
+                trained_experts += num_trained
             else:
                 dense += weight.numel
-    return dense, experts
+                trained_dense += num_trained
+    return RankParameters(dense, experts, trained_dense, trained_experts)
