@@ -7,7 +7,7 @@ For every seed the recipe's weights before RL (its cold start) are made once; ev
 them for the same number of steps of the same prompts. A case whose run is finished is not run
 again, so a call that was ended goes on where it was. `--table` runs nothing. Prints a markdown
 table: held-out greedy accuracy before and after on the mean over seeds, how many seeds collapsed
-(ended below their accuracy before), the effective share of the samples, and seen and predicted
+(ended below their accuracy before), the effective share of the tokens, and seen and predicted
 staleness (docs/staleness.md), both on the mean over the second half of the steps."""
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CORRECTIONS = (
     "kimi_k2_5",
 )
 """Presets that do something about old samples, and the demo's own, in this order."""
-_ESS = ("mismatch/ess_fraction", "ratio/ess_fraction")
+_ESS = "mismatch/rho/ess_fraction"
+"""Of tokens, by what the trainer's policy makes of them against the one that sampled them."""
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,10 @@ def outcome_of(run_dir: RunDir) -> Outcome:
     result = json.loads(run_dir.result.read_text())
     steps = read_metrics(run_dir.metrics)
     newest = steps[len(steps) // 2 :]
-    ess = math.nan
-    for name in _ESS:
-        if math.isnan(ess):
-            ess = _mean(newest, name)
     return Outcome(
         before=result["before"],
         after=result["eval"]["all"]["accuracy"],
-        ess=ess,
+        ess=_mean(newest, _ESS),
         seen=_mean(newest, "staleness/seen_mean"),
         predicted=_mean(newest, "staleness/predicted_mean"),
     )
