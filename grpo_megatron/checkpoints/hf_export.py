@@ -12,12 +12,7 @@ import torch.distributed as dist
 
 from grpo_megatron.checkpoints import durable, shard_files
 from grpo_megatron.checkpoints.hf_import import HFReader
-from grpo_megatron.checkpoints.stacked_experts import (
-    NO_STACKS,
-    Member,
-    Stacks,
-    stacks_in,
-)
+from grpo_megatron.checkpoints.stacked_experts import NO_STACKS, Member, Stacks, stacks_in
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.files import empty_directory
 from grpo_megatron.weights.gather import ShardedModel, on_rank_0

@@ -123,10 +123,10 @@ class HFReader:
         """Read `tensor[start:end]`: a view of the mapped file, except of a dequantised tensor.
 
         Raises CheckpointError where it is missing, unreadable or no weight."""
-        dtype = self.dtype(name)
         member = self._member(name)
         if member is not None:
             return self._rows_of_member(name, member, start, end)
+        dtype = self.dtype(name)
         if scale_name(name) not in self.files:
             rows: torch.Tensor = self._slice(name)[start:end]
             return rows

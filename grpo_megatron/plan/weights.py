@@ -118,6 +118,11 @@ def sizes_of(
     return Sizes(trainer, model, fields, known, lora=lora)
 
 
+def is_matrix(form: str) -> bool:
+    """Say whether a form has two sizes: a matrix, not a vector."""
+    return len([factor for factor in form.split() if not factor.isdigit()]) > 1
+
+
 def product(form: str, known: Mapping[str, Any]) -> int:
     """`"2 width hidden"` in numbers; 0 with what a model does not have."""
     result = 1
@@ -267,9 +272,8 @@ def _weights_of_part(s: Sizes, part: str, kind: str) -> list[Weight]:
     for number, form in enumerate(FORMS["weights"][part], start=1):
         numel = product(form, s.symbols)
         if numel:
-            names = [factor for factor in form.split() if not factor.isdigit()]
-            is_matrix = len(names) > 1 and part != "router"
-            weights.append(Weight(numel, kind, is_trained=s.lora is None, is_matrix=is_matrix))
+            is_of_layer = is_matrix(form) and part != "router"
+            weights.append(Weight(numel, kind, is_trained=s.lora is None, is_matrix=is_of_layer))
         for adapter in adapters:
             if adapter.after == number:
                 weights += adapter.weights(kind)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFReader
@@ -15,6 +15,7 @@ from grpo_megatron.checkpoints.merge import merge_checkpoints
 from grpo_megatron.checkpoints.stacked_experts import stacks_of
 from grpo_megatron.errors import CheckpointError, ConfigError
 from grpo_megatron.weights.tensor_entry import entry_of
+from tests.checkpoints.test_hf_files import sharded
 
 LAYER = "model.language_model.layers.1."
 GATE_UP = LAYER + "mlp.experts.gate_up_proj"
@@ -60,14 +61,8 @@ def in_stacks(matrices: dict[str, torch.Tensor], *, transposed: bool) -> dict[st
 
 
 def write(directory: Path, hf: dict, *files: dict[str, torch.Tensor]) -> Path:
-    directory.mkdir()
+    sharded(directory, *files)
     (directory / "config.json").write_text(json.dumps(hf))
-    weight_map = {}
-    for number, tensors in enumerate(files):
-        save_file(tensors, directory / f"part-{number}.safetensors")
-        weight_map |= dict.fromkeys(tensors, f"part-{number}.safetensors")
-    index = {"metadata": {}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,16 @@ SMALL = (
 )
 
 
+def train(root: Path, settings: Sequence[str]) -> Path:
+    done = runs.command("train", "demo/vision-count-cpu", f"runs_dir={root}", "name=see", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "see"
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    done = runs.command("train", "demo/vision-count-cpu", f"runs_dir={root}", "name=see", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return root / "see"
+    return train(root, SMALL)
 
 
 def test_engine_and_trainer_agree_about_every_token(run):
@@ -139,8 +144,7 @@ def run_of_a_trained_tower(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     settings = [setting for setting in SMALL if not setting.startswith("trainer.pipeline")]
     settings += ["trainer.tensor_parallel_size=2", "trainer.vision_tower=trained"]
-    done = runs.command("train", "demo/vision-count-cpu", f"runs_dir={root}", "name=see", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(root, settings)
     layout = ("trainer.tensor_parallel_size=1", "trainer.pipeline_parallel_size=2")
     done = runs.command("resume", str(root / "see"), "num_steps=4", *layout)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -173,9 +177,7 @@ def run_of_a_deep_tower(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     settings = [*SMALL, "model.preset=tiny-qwen3-vl", "num_steps=2", "trainer.recompute=full"]
     settings.append("trainer.vision_tower=trained")
-    done = runs.command("train", "demo/vision-count-cpu", f"runs_dir={root}", "name=see", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return root / "see"
+    return train(root, settings)
 
 
 def test_engine_and_trainer_agree_about_a_deep_tower(run_of_a_deep_tower):
@@ -234,9 +236,7 @@ def run_of_experts(tmp_path_factory) -> Path:
         "rollout.expert_parallel=true",
         "routing.replay=r3",
     ]
-    done = runs.command("train", "demo/vision-count-cpu", f"runs_dir={root}", "name=see", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return root / "see"
+    return train(root, settings)
 
 
 def test_engine_and_trainer_agree_about_experts_behind_a_tower(run_of_experts):
@@ -289,19 +289,16 @@ def test_the_export_of_stacked_experts_is_converted_and_probed(run_of_experts, t
 def test_adapters_beside_a_tower(tmp_path):
     """The weights of tower and text stay; engines have the sum, which every token agrees with."""
     settings = ["num_steps=2", "lora.rank=4", "trainer.recompute=full"]
-    done = runs.command(
-        "train", "demo/vision-count-cpu", f"runs_dir={tmp_path}", "name=see", *SMALL, *settings
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    records = runs.metrics(tmp_path / "see")
+    run = train(tmp_path, [*SMALL, *settings])
+    records = runs.metrics(run)
     assert [record["step"] for record in records] == [0, 1]
     assert all(record["mismatch/abs_max"] < 1e-4 for record in records)
     assert all(record["grad/norm"] > 0 for record in records)
-    first = load_file(tmp_path / "see" / "model" / "model.safetensors")
-    last = load_file(tmp_path / "see" / "export" / "model.safetensors")
+    first = load_file(run / "model" / "model.safetensors")
+    last = load_file(run / "export" / "model.safetensors")
     changed = {name for name, tensor in first.items() if not torch.equal(tensor, last[name])}
     assert len(changed) == 4 * 7
     assert all("_proj.weight" in name and ".layers." in name for name in changed)
-    adapters = load_file(tmp_path / "see" / "adapter" / "adapter_model.safetensors")
+    adapters = load_file(run / "adapter" / "adapter_model.safetensors")
     assert len(adapters) == 2 * len(changed)
     assert all(name.startswith("base_model.model.model.language_model.") for name in adapters)

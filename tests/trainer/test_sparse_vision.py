@@ -11,8 +11,9 @@ from tests.trainer.test_layout_parity import assert_same
 from tests.trainer.test_vision import (
     GRADIENTS,
     LIKELIHOOD,
-    PARITY,
-    assert_trained_as_by_transformers,
+    assert_logprobs,
+    assert_tower,
+    run_at,
 )
 from tests.trainer.vision import (
     SPARSE_VISION,
@@ -64,14 +65,7 @@ def expected(sparse_model, sparse_samples) -> list[np.ndarray]:
 def test_logprobs_are_those_of_transformers(
     request, sparse_model, sparse_samples, expected, layout
 ):
-    ranks, sizes = LAYOUTS[layout]
-    sizes = {"max_tokens_per_microbatch": 128, **sizes}
-    group = request.getfixturevalue(f"world{ranks}")
-    found = group.run(PARITY, model=sparse_model, samples=sparse_samples, layout=sizes)
-    assert found["wrong"] == []
-    assert sorted(found["logprobs"]) == list(range(len(expected)))
-    for row, wanted in enumerate(expected):
-        np.testing.assert_allclose(found["logprobs"][row], wanted, atol=1e-5)
+    assert_logprobs(request, LAYOUTS[layout], sparse_model, sparse_samples, expected)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +78,10 @@ def test_a_trained_tower_has_the_gradients_of_transformers(
     request, gradients_of_transformers, expected, sparse_model, sparse_samples, layout
 ):
     """In the norm once, and the same on every rank that has the tower."""
-    ranks, sizes = LAYOUTS[layout]
-    group = request.getfixturevalue(f"world{ranks}")
-    sizes = {"max_tokens_per_microbatch": 128, "vision_tower": "trained", **sizes}
-    found = group.run(LIKELIHOOD, model=sparse_model, samples=sparse_samples, layout=sizes)
-    loss = -sum(float(logprobs.sum()) for logprobs in expected)
-    assert_trained_as_by_transformers(found, loss, gradients_of_transformers, TOWER)
-    assert len(found["towers"]) == ranks // sizes.get("pipeline_parallel_size", 1)
+    found = run_at(
+        request, LAYOUTS[layout], LIKELIHOOD, sparse_model, sparse_samples, vision_tower="trained"
+    )
+    assert_tower(found, LAYOUTS[layout], expected, gradients_of_transformers, TOWER)
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +96,6 @@ def gradients_of_one_rank(world1, sparse_model, sparse_samples):
 def test_gradients_do_not_depend_on_the_layout(
     request, gradients_of_one_rank, sparse_model, sparse_samples, layout
 ):
-    ranks, sizes = LAYOUTS[layout]
-    group = request.getfixturevalue(f"world{ranks}")
-    sizes = {"max_tokens_per_microbatch": 128, **sizes}
-    many = group.run(GRADIENTS, model=sparse_model, samples=sparse_samples, layout=sizes)
+    many = run_at(request, LAYOUTS[layout], GRADIENTS, sparse_model, sparse_samples)
     assert_same(many, gradients_of_one_rank)
     assert not [name for name in many["tensors"] if name.startswith(TOWER)]

@@ -3,6 +3,8 @@ back bit for bit."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,9 @@ from tests.trainer.vision import (
 PARITY = "tests.trainer.vision_ranks:parity"
 GRADIENTS = "tests.trainer.family_ranks:gradients"
 LIKELIHOOD = "tests.trainer.vision_ranks:likelihood_step"
-LAYOUTS = {
+Layout = tuple[int, dict[str, Any]]
+"""Ranks, and settings of the trainer."""
+LAYOUTS: dict[str, Layout] = {
     "one": (1, {}),
     "apart": (1, {"share_prefixes": False}),
     "tp2_sp": (2, {"tensor_parallel_size": 2}),
@@ -62,14 +66,26 @@ def expected(seeing_model, seen_samples) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logprobs_are_those_of_transformers(request, seeing_model, seen_samples, expected, layout):
-    ranks, sizes = LAYOUTS[layout]
-    sizes = {"max_tokens_per_microbatch": 128, **sizes}
-    group = request.getfixturevalue(f"world{ranks}")
-    found = group.run(PARITY, model=seeing_model, samples=seen_samples, layout=sizes)
+    assert_logprobs(request, LAYOUTS[layout], seeing_model, seen_samples, expected)
+
+
+def assert_logprobs(
+    request, layout: Layout, model: str, samples: str, expected: list[np.ndarray]
+) -> None:
+    """Those of every sample; and every tensor comes back as it was in the checkpoint."""
+    found = run_at(request, layout, PARITY, model, samples)
     assert found["wrong"] == []
     assert sorted(found["logprobs"]) == list(range(len(expected)))
     for row, wanted in enumerate(expected):
         np.testing.assert_allclose(found["logprobs"][row], wanted, atol=1e-5)
+
+
+def run_at(request, layout: Layout, case: str, model: str, samples: str, **trainer):
+    """What a case finds with so many ranks. trainer: further settings of it."""
+    ranks, sizes = layout
+    group = request.getfixturevalue(f"world{ranks}")
+    sizes = {"max_tokens_per_microbatch": 128, **trainer, **sizes}
+    return group.run(case, model=model, samples=samples, layout=sizes)
 
 
 def test_other_images_give_other_logprobs(expected):
@@ -91,10 +107,7 @@ def gradients_of_one_rank(world1, seeing_model, seen_samples):
 def test_gradients_do_not_depend_on_the_layout(
     request, gradients_of_one_rank, seeing_model, seen_samples, layout
 ):
-    ranks, sizes = LAYOUTS[layout]
-    group = request.getfixturevalue(f"world{ranks}")
-    sizes = {"max_tokens_per_microbatch": 128, **sizes}
-    many = group.run(GRADIENTS, model=seeing_model, samples=seen_samples, layout=sizes)
+    many = run_at(request, LAYOUTS[layout], GRADIENTS, seeing_model, seen_samples)
     assert_same(many, gradients_of_one_rank)
     assert not [name for name in many["tensors"] if name.startswith("visual.")]
 
@@ -109,12 +122,28 @@ def test_a_trained_tower_has_the_gradients_of_transformers(
     request, gradients_of_transformers, expected, seeing_model, seen_samples, layout
 ):
     """In the norm once, and the same on every rank that has the tower."""
-    ranks, sizes = TOWER_LAYOUTS[layout]
-    group = request.getfixturevalue(f"world{ranks}")
-    sizes = {"max_tokens_per_microbatch": 128, "vision_tower": "trained", **sizes}
-    found = group.run(LIKELIHOOD, model=seeing_model, samples=seen_samples, layout=sizes)
-    loss = -sum(float(logprobs.sum()) for logprobs in expected)
-    assert_trained_as_by_transformers(found, loss, gradients_of_transformers)
+    found = run_at(
+        request,
+        TOWER_LAYOUTS[layout],
+        LIKELIHOOD,
+        seeing_model,
+        seen_samples,
+        vision_tower="trained",
+    )
+    assert_tower(found, TOWER_LAYOUTS[layout], expected, gradients_of_transformers)
+
+
+def assert_tower(
+    found: dict,
+    layout: Layout,
+    logprobs: list[np.ndarray],
+    gradients: tuple[dict[str, np.ndarray], float],
+    prefix: str = TOWERS["qwen2_5_vl"],
+) -> None:
+    """It has these gradients, and is on every rank of the first stage."""
+    loss = -sum(float(of_sample.sum()) for of_sample in logprobs)
+    assert_trained_as_by_transformers(found, loss, gradients, prefix)
+    ranks, sizes = layout
     assert len(found["towers"]) == ranks // sizes.get("pipeline_parallel_size", 1)
 
 

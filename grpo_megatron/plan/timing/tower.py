@@ -10,7 +10,7 @@ recipes do not say is assumed: a prompt is one image and nothing else."""
 from dataclasses import dataclass, replace
 
 from grpo_megatron.plan.step_memory import tower_block_bytes
-from grpo_megatron.plan.weights import FORMS, Sizes, product
+from grpo_megatron.plan.weights import FORMS, Sizes, is_matrix, product
 
 _NOT_MULTIPLIED = "tower_positions"
 """A weight whose form has this size is a table that is looked up, no matrix product."""
@@ -77,7 +77,6 @@ def _elements(forms: list[str], s: Sizes) -> int:
     """Return elements of the matrices among weights; vectors cost too little to count."""
     total = 0
     for form in forms:
-        names = [factor for factor in form.split() if not factor.isdigit()]
-        if len(names) > 1 and _NOT_MULTIPLIED not in names:
+        if is_matrix(form) and _NOT_MULTIPLIED not in form.split():
             total += product(form, s.symbols)
     return total

@@ -22,7 +22,7 @@ from grpo_megatron.plan.traffic import (
     forward_traffic,
     layers_traffic,
 )
-from grpo_megatron.plan.weights import FORMS, Sizes, product, weights_of_chunk
+from grpo_megatron.plan.weights import FORMS, Sizes, is_matrix, product, weights_of_chunk
 
 _OF_OWN_TOKENS = {"q_rank hidden", "latent_rope hidden", "experts hidden"}
 """Matrices that every tensor-parallel rank has whole, for its own tokens under sequence
@@ -157,7 +157,7 @@ def matrix_elements(s: Sizes, *, is_moe: bool) -> tuple[int, int]:
         for form in FORMS["weights"][part]:
             if form in _OF_OWN_TOKENS:
                 of_own += product(form, s.symbols)
-            elif _is_matrix(form):
+            elif is_matrix(form):
                 of_all += product(form, s.symbols)
     return of_all, of_own
 
@@ -165,11 +165,6 @@ def matrix_elements(s: Sizes, *, is_moe: bool) -> tuple[int, int]:
 def expert_elements(s: Sizes) -> int:
     """Return elements of one routed expert on a rank."""
     return sum(product(form, s.symbols) for form in FORMS["weights"]["expert"])
-
-
-def _is_matrix(form: str) -> bool:
-    """Whether the form has two sizes; vectors cost too little to count."""
-    return len([factor for factor in form.split() if not factor.isdigit()]) > 1
 
 
 def attention_widths(s: Sizes) -> int:
