@@ -153,8 +153,8 @@ def stale_samples_are_corrected(config: RunConfig) -> Violation | None:
     return Violation(
         "objective.off_policy_mask",
         f"samples may be {config.batch.max_staleness} steps old, and nothing in the objective "
-        f"({objective.preset}) looks at the policy that they are from; so trained, the demo "
-        "unlearns what it knew (docs/staleness.md)",
+        f"({objective.preset}) looks at the policy that they are from; with gspo the demo "
+        "unlearns so (docs/staleness.md)",
         nearest=("opsm",),
         remedy="or a preset for such samples, for example objective.preset=deepseek_v3_2",
         related=("batch.max_staleness", "objective.preset"),

@@ -87,7 +87,7 @@ def _peft_config(
     for name in names:
         path = re.sub(r"^.*\.layers\.\d+\.", "", name)
         modules.add(re.sub(r"\.lora_([AB]\.weight|magnitude_vector)$", "", path))
-    return {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
@@ -98,9 +98,11 @@ def _peft_config(
         "use_dora": lora.dora,
         "bias": "none",
         "target_modules": sorted(modules),
-        "exclude_modules": _OF_TOWER if sees_images else None,
         "inference_mode": True,
     }
+    if sees_images:  # only then: older releases of PEFT know no such key
+        config["exclude_modules"] = _OF_TOWER
+    return config
 
 
 def _names_in_file(policy: Policy, name: str) -> Iterator[str]:
