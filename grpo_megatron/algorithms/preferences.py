@@ -102,6 +102,13 @@ def reward_loss(
     return losses + centre_weight * (chosen + rejected) ** 2
 
 
+def step_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """`-(y log sigmoid(x) + (1 - y) log(1 - sigmoid(x)))` of the steps of answers: the logit that a
+    process reward model gives a step, and how likely it is right, both [n] (Math-Shepherd,
+    arXiv:2312.08935, equation 2; soft labels as its equation 4 estimates them)."""
+    return softplus(logits) - labels * logits
+
+
 def pair_losses(
     settings: PreferencesConfig,
     chosen: Tensor,

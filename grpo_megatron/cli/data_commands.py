@@ -27,7 +27,8 @@ def show(
         ),
     ] = None,
 ) -> None:
-    """Three prompts of every domain as text and tokens, and what its rewards say of the answers."""
+    """Three prompts of every domain as text and tokens, and what its rewards say of the answers; of
+    preferences, the answers with their labels."""
     from grpo_megatron.cli.data_show import show_domains
     from grpo_megatron.config.loader import load_recipe, read_resolved
 

@@ -1,4 +1,5 @@
-"""What `data show` prints: prompts of every domain, and its rewards' verdict on the answers."""
+"""What `data show` prints: prompts of every domain, and its rewards' verdict on the answers; of
+preferences the answers themselves."""
 
 import asyncio
 import contextlib
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_megatron.cli.preference_show import first_rows, show_answers
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.chat_template import ChatTemplate
@@ -23,6 +25,7 @@ from grpo_megatron.data.prompt_text import PromptRenderer, messages_of, tokenize
 from grpo_megatron.data.prompts import tokenised
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.rewards.pool import Component, RewardPool, components_of, raised_at
 from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
 
@@ -40,11 +43,19 @@ def show_domains(
     config: RunConfig, run_model: Path, say: Say, *, completion: str | None = None
 ) -> None:
     """Print the first prompts of every domain, and what its rewards say of the reference answers,
-    or of a `completion`. Without the model's tokenizer prompts are text only.
+    or of a `completion`; of preferences the answers and their labels. Without the model's tokenizer
+    prompts are text only.
 
-    Raises DataError and RewardError as a run would when it starts.
+    Raises DataError and RewardError as a run would when it starts, ConfigError for a `completion`
+    that no reward would judge.
 
     run_model: where a run of this recipe has its model, if it made one."""
+    if config.trains_preferences and completion is not None:
+        raise ConfigError(
+            f"a run of kind {config.kind} has no rewards that could judge a completion",
+            where="--completion",
+            remedy="leave it out",
+        )
     with _quiet_rewards(), tokenizer_directory(config.model) as directory:
         if config.model.path is None and run_model.is_dir():
             directory = run_model
@@ -57,7 +68,10 @@ def show_domains(
             say(f"{_absent_model(config)}: prompts are shown as text only")
             say("")
         for domain in config.domains:
-            _show_domain(domain, config, tokenizer, images, completion, say)
+            if config.trains_preferences:
+                _show_preferences(domain, config, tokenizer, say)
+            else:
+                _show_domain(domain, config, tokenizer, images, completion, say)
 
 
 @contextlib.contextmanager
@@ -116,6 +130,32 @@ def _show_domain(
         say(f"answer: {_shortened(prompt.answer, 200)}")
         for name, words in verdict.items():
             say(f"reward {name} of the {judged}: {words}")
+    say("")
+
+
+def _show_preferences(
+    domain: DomainConfig, config: RunConfig, tokenizer: TextTokenizer | None, say: Say
+) -> None:
+    say(f"domain {domain.name}, from {domain.path}")
+    if domain.source == "run":
+        say("what this run samples is compared: `report` and its samples show it")
+        say("")
+        return
+    rows = first_rows(config, domain)
+    problems = [row.problem for row in rows]
+    if tokenizer is None:
+        prompts = _text_only(domain, problems)
+    else:
+        prompts = tokenised(domain, problems, tokenizer)
+        if domain.template == CHAT:
+            _show_chat_template(domain, prompts[0], tokenizer, say)
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True), start=1):
+        say("")
+        say(f"prompt {number}")
+        _show_text(prompt.text, say)
+        if tokenizer is not None:
+            _show_tokens(prompt.token_ids, tokenizer, config.longest_preference, say)
+        show_answers(config, domain, row, prompt, tokenizer, say)
     say("")
 
 

@@ -6,7 +6,10 @@ from pydantic import Field
 
 from grpo_megatron.config.base import InputPath, Strict
 
-PreferenceLoss = Literal["dpo", "hinge", "ipo", "kto", "simpo", "orpo", "bradley_terry"]
+PreferenceLoss = Literal["dpo", "hinge", "ipo", "kto", "simpo", "orpo", "bradley_terry", "stepwise"]
+PreferenceRows = Literal["pairs", "labelled", "steps"]
+"""What a row has: two answers, one with a label, or one whose steps have labels."""
+REWARD_MODEL_LOSSES = ("bradley_terry", "stepwise")
 _WITH_REFERENCE = ("dpo", "hinge", "ipo", "kto")
 _OF_MEANS = ("ipo", "simpo", "orpo")
 
@@ -16,7 +19,8 @@ class PreferencesConfig(Strict):
 
     loss: PreferenceLoss = "dpo"
     """dpo; hinge: DPO's margin under a hinge (SLiC); ipo; kto: answers with a label instead of
-    pairs; simpo and orpo: without a reference; bradley_terry: of kind reward_model."""
+    pairs; simpo and orpo: without a reference; bradley_terry: of kind reward_model; stepwise: of
+    kind reward_model, a process reward model from answers whose steps have labels."""
     beta: float = Field(0.1, gt=0)
     """How strongly a margin of log-probs counts; of orpo, the weight of its odds ratio (lambda)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
@@ -34,6 +38,8 @@ class PreferencesConfig(Strict):
     """bradley_terry: the chosen answer's scalar is to be higher by the pair's `margin`."""
     centre_weight: float = Field(0.0, ge=0)
     """bradley_terry: weight of the squared sum of both scalars, which holds their mean at 0."""
+    step_token: str = Field("<extra_0>", min_length=1)
+    """stepwise: what stands behind every step, one token of the tokenizer. A step is read there."""
     reference: InputPath | None = None
     """Checkpoint of the reference, of the model's architecture; default: the model that the run
     begins with. simpo and orpo have none."""
@@ -51,11 +57,20 @@ class PreferencesConfig(Strict):
     @property
     def reward_scale(self) -> float:
         """What turns a score into a reward, for metrics."""
-        if self.loss == "bradley_terry":
+        if self.loss in REWARD_MODEL_LOSSES:
             return 1.0
         return self.beta
 
     @property
+    def rows(self) -> PreferenceRows:
+        """What the loss is of."""
+        if self.loss == "kto":
+            return "labelled"
+        if self.loss == "stepwise":
+            return "steps"
+        return "pairs"
+
+    @property
     def is_paired(self) -> bool:
-        """Whether the loss is of pairs; else of single answers with a label."""
-        return self.loss != "kto"
+        """Whether the loss is of pairs; else of single answers."""
+        return self.rows == "pairs"

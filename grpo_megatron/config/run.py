@@ -598,13 +598,22 @@ class RunConfig(Strict):
 
     @property
     def trains_preferences(self) -> bool:
-        """Whether pairs of answers, or answers with labels, are trained."""
+        """Whether pairs of answers, or answers with labels or with labels of their steps, are
+        trained."""
         return self.kind in ("preferences", "reward_model")
 
     @property
     def compares_pairs(self) -> bool:
         """Whether preferences are pairs of answers, which share a micro-batch."""
         return self.preferences.is_paired
+
+    @property
+    def longest_preference(self) -> int:
+        """Tokens of a prompt with an answer; a reward model needs one more to be read at the
+        last."""
+        if self.kind == "reward_model":
+            return self.rollout.max_model_len - 1
+        return self.rollout.max_model_len
 
     @property
     def num_replicas(self) -> int:

@@ -7,8 +7,9 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from grpo_megatron.files import write_atomically
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.samples import extremes
-from grpo_megatron.trainer.requests import ScoreAnswers, TakeWeights
+from grpo_megatron.trainer.requests import Request, ScoreAnswers, ScoreSteps, TakeWeights
 from grpo_megatron.types import (
     Completion,
     Prompt,
@@ -48,9 +49,12 @@ from grpo_megatron.types import (
 
 _AT_ONCE = 512
 """Preferences whose answers the trainer looks at in one request."""
+_T = TypeVar("_T")
 
 Scores = dict[str, tuple[float, float]]
 """Sums of log-probs of both answers, by id of the preference."""
+Logits = dict[str, list[float]]
+"""What a process reward model says of an answer's steps, by id of the preference."""
 
 
 class PreferenceRecorder:
@@ -82,7 +86,7 @@ class PreferenceRecorder:
 
     def _answers(self, one: Preference) -> tuple[Completion, ...]:
         """Return the answers as the trainer is to look at them."""
-        if self._config.kind != "reward_model":
+        if self._config.preferences.loss != "bradley_terry":
             return one.answers
         return tuple(read_at_its_end(answer) for answer in one.answers)
 
@@ -124,17 +128,31 @@ class AnswerScorer:
     async def scores(self, preferences: Sequence[Preference]) -> Scores:
         """Return sums of log-probs of both answers of each, over the trainer's present weights."""
         found: Scores = {}
+        async for part, rows in self._looked_at(preferences, ScoreAnswers(self._scratch)):
+            for number, one in enumerate(part):
+                found[one.prompt.prompt_id] = (rows[2 * number], rows[2 * number + 1])
+        return found
+
+    async def step_logits(self, preferences: Sequence[Preference]) -> Logits:
+        """Return what a process reward model's present weights say of the steps of each answer."""
+        found: Logits = {}
+        async for part, rows in self._looked_at(preferences, ScoreSteps(self._scratch)):
+            for one, logits in zip(part, rows, strict=True):
+                found[one.prompt.prompt_id] = logits
+        return found
+
+    async def _looked_at(
+        self, preferences: Sequence[Preference], request: Request[list[_T]]
+    ) -> AsyncIterator[tuple[Sequence[Preference], list[_T]]]:
+        """Yield some preferences at a time, with the trainer's answer to `request` of each row."""
         for start in range(0, len(preferences), _AT_ONCE):
             part = preferences[start : start + _AT_ONCE]
             groups = await asyncio.to_thread(self._recorder.groups, part, {})
             domains = list(dict.fromkeys(one.prompt.domain for one in part))
             facts = StepFacts(domains=domains)
             await asyncio.to_thread(self._recorder.record, self._scratch, groups, 1, facts)
-            rows = await self._trainer.call(ScoreAnswers(self._scratch))
-            for number, one in enumerate(part):
-                found[one.prompt.prompt_id] = (rows[2 * number], rows[2 * number + 1])
+            yield part, await self._trainer.call(request)
         shutil.rmtree(self._scratch, ignore_errors=True)
-        return found
 
 
 class ReferenceScores:
@@ -295,6 +313,21 @@ def drawn_preferences(
     return [preferences.by_id[name] for name in dict.fromkeys(ids)]
 
 
+def results_by_domain(
+    preferences: Sequence[Preference],
+    measured: Callable[[Sequence[Preference]], dict[str, float]],
+) -> Results:
+    """Return what is measured of the preferences of each domain, and means over all as `all`."""
+    by_domain: dict[str, list[Preference]] = {}
+    for one in preferences:
+        by_domain.setdefault(one.prompt.domain, []).append(one)
+    results: Results = {}
+    for domain, members in by_domain.items():
+        results[domain] = measured(members)
+    results["all"] = over_domains(results, len(preferences))
+    return results
+
+
 class PreferenceEvaluator:
     """Accuracy of the trainer's weights on preferences that are not trained, by domain: the share
     of pairs whose chosen answer has the higher score, ties count half; of answers with labels, the
@@ -320,14 +353,7 @@ class PreferenceEvaluator:
             return {"all": {"prompts": 0.0}}
         chosen = [self._preferences.by_id[prompt.prompt_id] for prompt in prompts]
         scores = await self._scorer.scores(chosen)
-        by_domain: dict[str, list[Preference]] = {}
-        for one in chosen:
-            by_domain.setdefault(one.prompt.domain, []).append(one)
-        results: Results = {}
-        for domain, members in by_domain.items():
-            results[domain] = self._measured(members, scores)
-        results["all"] = over_domains(results, len(prompts))
-        return results
+        return results_by_domain(chosen, lambda members: self._measured(members, scores))
 
     def _measured(self, members: Sequence[Preference], scores: Scores) -> dict[str, float]:
         """Return the metrics of one domain's preferences."""

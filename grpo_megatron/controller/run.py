@@ -43,6 +43,7 @@ from grpo_megatron.controller.rollout_batch import (
     StepSource,
     load_sampling,
 )
+from grpo_megatron.controller.step_evaluation import StepEvaluator
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.preferences import Preferences
 from grpo_megatron.data.prompts import Splits
@@ -148,7 +149,10 @@ class Run:
             wanted = drawn_preferences(config, preferences, new_sampler(config, preferences.splits))
             reference = ReferenceScores(config, self.run_dir, scorer, trainer)
             self.reference = await reference.load(wanted)
-        self.evaluator = PreferenceEvaluator(config, preferences, self.reference, scorer)
+        if config.preferences.rows == "steps":
+            self.evaluator = StepEvaluator(preferences, scorer)
+        else:
+            self.evaluator = PreferenceEvaluator(config, preferences, self.reference, scorer)
 
     async def _restore(self) -> RunState | None:
         """Go on after the newest checkpoint that is whole; None without any."""

@@ -76,7 +76,7 @@ def preference_of(
             where=where,
             remedy="only the last message of each may differ",
         )
-    problem = _problem(where, fields, domain, of_chosen)
+    problem = problem_of(where, fields, domain, of_chosen)
     return PreferenceRow(problem, (chosen, rejected), (1.0, 0.0), _margin(where, fields))
 
 
@@ -99,7 +99,7 @@ def _of_label(
             remedy="true says that the answer is desirable",
         )
     assert label is not None
-    problem = _problem(where, fields, domain, conversation)
+    problem = problem_of(where, fields, domain, conversation)
     return PreferenceRow(problem, (answer,), (float(label),))
 
 
@@ -149,11 +149,18 @@ def _answer(
     return messages[-1]["content"], messages[:-1]
 
 
-def _problem(
-    where: str, fields: Mapping[str, Any], domain: DomainConfig, conversation: Sequence[Message]
+def problem_of(
+    where: str,
+    fields: Mapping[str, Any],
+    domain: DomainConfig,
+    conversation: Sequence[Message],
+    without: Sequence[str] = _ANSWERS,
 ) -> Problem:
-    """Return what the answers answer: `conversation`, or where it is empty the row's prompt."""
-    metadata = {name: value for name, value in fields.items() if name not in _ANSWERS}
+    """Return what the answers answer: `conversation`, or where it is empty the row's prompt.
+
+    without: fields that are no metadata, those of the answers. DataError where there is no prompt.
+    """
+    metadata = {name: value for name, value in fields.items() if name not in without}
     metadata.pop(MESSAGES, None)
     if not conversation:
         field = prompt_field_of(where, fields, domain)

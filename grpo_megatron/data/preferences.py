@@ -3,7 +3,7 @@
 A preference is trained as a prompt with two answers: the chosen and the rejected one; or, where
 answers have labels, the labelled one and an answer to another prompt, of which KTO's baseline is
 made. Which other answer that is depends on nothing but the data, so that reference log-probs can
-be computed once."""
+be computed once. Where steps have labels it is a prompt with one answer."""
 
 import hashlib
 from collections import Counter
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_megatron.config.preferences import PreferencesConfig
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.dataset_answers import DatasetAnswers, unsampled
 from grpo_megatron.data.preference_rows import PreferenceRow, preference_of
 from grpo_megatron.data.prompts import Splits, share, text_hash, tokenised
 from grpo_megatron.data.row_files import read_rows
 from grpo_megatron.data.sources import is_of_domain, known_arguments
+from grpo_megatron.data.step_rows import StepRow, marked_answer, step_row_of, step_token_id
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Completion, Prompt
@@ -27,13 +29,14 @@ _NO_LABEL = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt with two answers."""
+    """A prompt with two answers, or with one whose steps have labels."""
 
     prompt: Prompt
     """Its id is that of the preference: of the tokens of the prompt and of both answers."""
-    answers: tuple[Completion, Completion]
-    labels: tuple[float, float]
-    """1: chosen or desirable; 0: rejected or undesirable; NaN: an answer to another prompt."""
+    answers: tuple[Completion, ...]
+    labels: tuple[float, ...]
+    """1: chosen or desirable; 0: rejected or undesirable; NaN: an answer to another prompt. Of
+    steps: how likely the worst one is right; their own labels are in the answer's turns."""
     margin: float = 0.0
 
 
@@ -62,9 +65,11 @@ class RecordedAnswers:
     dropped: Counter[str]
 
 
-def read_preferences(domain: DomainConfig, *, is_paired: bool) -> Iterable[PreferenceRow]:
+def read_preferences(
+    domain: DomainConfig, settings: PreferencesConfig
+) -> Iterable[PreferenceRow | StepRow]:
     """Yield the rows of a domain's file or folder, at most `domain.num_problems`, one after
-    another.
+    another, as the loss wants them.
 
     Raises DataError for what is no preference, and where there is none."""
     path = domain.path
@@ -76,7 +81,10 @@ def read_preferences(domain: DomainConfig, *, is_paired: bool) -> Iterable[Prefe
             break
         if is_of_domain(domain, where, fields):
             count += 1
-            yield preference_of(where, fields, domain, is_paired=is_paired)
+            if settings.rows == "steps":
+                yield step_row_of(where, fields, domain)
+            else:
+                yield preference_of(where, fields, domain, is_paired=settings.is_paired)
     if count == 0:
         raise DataError(
             f"no preferences for domain {domain.name!r}",
@@ -93,8 +101,8 @@ def refuse_bad_preferences(config: RunConfig) -> None:
             continue
         num_sound = 0
         reasons: Counter[str] = Counter()
-        for row in read_preferences(domain, is_paired=config.compares_pairs):
-            reason = _reason_to_drop(row)
+        for row in read_preferences(domain, config.preferences):
+            reason = why_dropped(row)
             if reason:
                 reasons[reason] += 1
             else:
@@ -143,22 +151,27 @@ def load_preferences(
 def _of_domain(
     config: RunConfig, domain: DomainConfig, tokenizer: TextTokenizer, reasons: Counter[str]
 ) -> list[Preference]:
-    rows = []
-    for row in read_preferences(domain, is_paired=config.compares_pairs):
-        reason = _reason_to_drop(row)
+    rows: list[PreferenceRow] = []
+    of_steps: list[StepRow] = []
+    for row in read_preferences(domain, config.preferences):
+        reason = why_dropped(row)
         if reason:
             reasons[reason] += 1
+        elif isinstance(row, StepRow):
+            of_steps.append(row)
         else:
             rows.append(row)
+    if config.preferences.rows == "steps":
+        return _with_steps(config, domain, of_steps, tokenizer, reasons)
     prompts = tokenised(domain, [row.problem for row in rows], tokenizer)
     encoder = DatasetAnswers([domain], tokenizer, longest=np.iinfo(np.int64).max)
     found = []
-    longest = _longest(config)
+    longest = config.longest_preference
     for row, prompt in zip(rows, prompts, strict=True):
         answers = [encoder.completion(0, prompt, text) for text in row.answers]
         num_tokens = len(prompt.token_ids) + max(answer.num_tokens for answer in answers)
         if num_tokens > longest or not prompt.token_ids:
-            reasons[f"longer than rollout.max_model_len (at most {longest} tokens)"] += 1
+            reasons[_too_long(longest)] += 1
             continue
         found.append((row, prompt, answers))
     if config.compares_pairs:
@@ -173,21 +186,42 @@ def _of_domain(
     return _with_other_answers(labelled, longest, domain)
 
 
-def _longest(config: RunConfig) -> int:
-    """Return tokens of a prompt with an answer; a reward model needs one more to be read at the
-    last."""
-    longest = config.rollout.max_model_len
-    if config.kind == "reward_model":
-        longest -= 1
-    return longest
+def _with_steps(
+    config: RunConfig,
+    domain: DomainConfig,
+    rows: Sequence[StepRow],
+    tokenizer: TextTokenizer,
+    reasons: Counter[str],
+) -> list[Preference]:
+    """Return the answers whose steps have labels, with the marks where they are read."""
+    step_token = config.preferences.step_token
+    step_token_id(tokenizer, step_token)  # refused also where a domain has no rows left
+    longest = config.longest_preference
+    prompts = tokenised(domain, [row.problem for row in rows], tokenizer)
+    found = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        answer = marked_answer(row, tokenizer, step_token)
+        if answer is None:
+            reasons[f"whose steps the tokenizer joins with {step_token!r}"] += 1
+        elif len(prompt.token_ids) + answer.num_tokens - 1 > longest or not prompt.token_ids:
+            reasons[_too_long(longest)] += 1  # the last mark stands twice
+        else:
+            labels = " ".join(f"{label:g}" for label in row.labels)
+            prompt = _with_id(prompt, (answer,), f"steps {labels}")
+            found.append(Preference(prompt, (answer,), (min(row.labels),)))
+    return found
+
+
+def _too_long(longest: int) -> str:
+    return f"longer than rollout.max_model_len (at most {longest} tokens)"
 
 
 def _of_run(
     config: RunConfig, domain: DomainConfig, recorded: RecordedAnswers, reasons: Counter[str]
 ) -> list[Preference]:
-    longest = _longest(config)
+    longest = config.longest_preference
     reasons.update(recorded.dropped)
-    too_long = f"longer than rollout.max_model_len (at most {longest} tokens)"
+    too_long = _too_long(longest)
     if config.compares_pairs:
         fitting = []
         for one in recorded.pairs:
@@ -264,8 +298,14 @@ def _with_id(prompt: Prompt, answers: Sequence[Completion], kind: str) -> Prompt
     )
 
 
-def _reason_to_drop(row: PreferenceRow) -> str:
+def why_dropped(row: PreferenceRow | StepRow) -> str:
     """Why the texts of a row teach nothing; empty: they may."""
+    if isinstance(row, StepRow):
+        if not row.steps:
+            return "without steps"
+        if not all(step.strip() for step in row.steps):
+            return "with an empty step"
+        return ""
     if not all(answer.strip() for answer in row.answers):
         return "with an empty answer"
     if len(row.answers) == 2 and row.answers[0] == row.answers[1]:

@@ -12,6 +12,8 @@ from grpo_megatron.data.chat_template import read_chat_template
 from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferences
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import first_problem
+from grpo_megatron.data.step_rows import step_token_id
+from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.tool_calls import AUTO, FORMATS
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import ConfigError, EpisodeError, RewardError
@@ -106,11 +108,13 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
 
     Raises DataError as the controller would: a row without a field, a template that asks for
     metadata that the problem does not have, an unknown data set, a chat template that is not there
-    or refuses the conversation. Chat templates of checkpoints that are not on this machine are
-    left to the controller."""
+    or refuses the conversation, a mark of steps that is no token. Chat templates and tokenizers of
+    checkpoints that are not on this machine are left to the controller."""
     if config.trains_preferences:
         refuse_bad_preferences(config)
     with tokenizer_directory(config.model) as directory:
+        if config.trains_preferences and config.preferences.rows == "steps" and directory:
+            step_token_id(load_tokenizer(directory), config.preferences.step_token)
         for domain in config.domains:
             if domain.path is not None and not domain.path.exists():
                 continue
@@ -118,8 +122,7 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
                 refuse_no_recording(domain)
                 continue
             if config.trains_preferences:
-                is_paired = config.compares_pairs
-                problem = next(iter(read_preferences(domain, is_paired=is_paired))).problem
+                problem = next(iter(read_preferences(domain, config.preferences))).problem
             else:
                 problem = first_problem(domain, config.seed)
             if domain.template != CHAT:

@@ -101,8 +101,11 @@ def write_rows(path: Path, config: RunConfig, number: int, *, sees_images: bool 
 
 
 def special_tokens_of(config: RunConfig) -> list[str]:
-    """Control tokens that the recipe's templates write, as `<|im_start|>`."""
+    """Control tokens that the recipe's templates write, as `<|im_start|>`, and the one that marks
+    steps."""
     found: list[str] = []
+    if config.preferences.rows == "steps":
+        found.append(config.preferences.step_token)
     for domain in config.domains:
         for text in (domain.template, domain.question_template, domain.assistant_prefix):
             found += _SPECIAL_TOKEN.findall(text)
@@ -156,8 +159,11 @@ def _picture(index: int) -> str:
 
 
 def _preference(config: RunConfig, row: dict[str, Any], total: int, index: int) -> dict[str, Any]:
-    """Return the same row with a chosen and a rejected answer, or with one answer and its label."""
+    """Return the same row with a chosen and a rejected answer, with one answer and its label, or
+    with two steps and theirs."""
     right, wrong = (f"It is {total}.", f"It is {total + 1}.")
+    if config.preferences.rows == "steps":
+        return row | {"completions": [right, wrong], "labels": [True, False]}
     if config.compares_pairs:
         return row | {"chosen": right, "rejected": wrong}
     if index % 2 == 0:

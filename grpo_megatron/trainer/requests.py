@@ -103,6 +103,12 @@ class ScoreAnswers(Request[list[float]], frozen=True, tag=True):
     directory: Path
 
 
+class ScoreSteps(Request[list[list[float]]], frozen=True, tag=True):
+    """Look at recorded answers whose steps have labels; returns the logits of the steps by row."""
+
+    directory: Path
+
+
 # --- checks
 
 
@@ -212,6 +218,7 @@ AnyRequest = (
     | SnapshotReference
     | TakeWeights
     | ScoreAnswers
+    | ScoreSteps
     | CompareLogprobs
     | MeasureLogprobDiff
     | SaveCheckpoint

@@ -1,6 +1,7 @@
 """How a trainer executes each of `requests`. Every rank executes every request."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from grpo_megatron.trainer.requests import (
     ResetOptimizer,
     SaveCheckpoint,
     ScoreAnswers,
+    ScoreSteps,
     SendWeights,
     SnapshotReference,
     Stop,
@@ -55,6 +57,7 @@ from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, re
 from grpo_megatron.trainer.steps.preference_update import train_preferences
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
+from grpo_megatron.trainer.steps.step_labels import step_logits
 from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
 from grpo_megatron.weights.fp8_model import Fp8Model
@@ -146,6 +149,8 @@ class TrainerService:
                     self.config, self.policy, _table(directory)
                 ).tolist()
                 return found
+            case ScoreSteps(directory=directory):
+                return step_logits(self.config, self.policy, _table(directory))
             case CompareLogprobs(directory=directory):
                 return self.compare_logprobs(directory)
             case MeasureLogprobDiff(directory=directory, to=to, by_layer=by_layer):
@@ -351,7 +356,8 @@ class TrainerService:
         Raises what `export_model` does."""
         num_bytes = hf_export.export_model(self.policy.sharded, directory, self.model_path)
         if self.config.kind == "reward_model":
-            on_rank_0(hf_export.mark_as_reward_model, directory)
+            is_of_steps = self.config.preferences.rows == "steps"
+            on_rank_0(partial(hf_export.mark_as_reward_model, of_steps=is_of_steps), directory)
         if self.policy.lora is not None:
             base = self.config.model.path or Path(str(self.config.model.preset))
             peft_format.export_adapters(self.policy, directory.with_name("adapter"), str(base))

@@ -257,3 +257,46 @@ def test_missing_fields_are_told_with_file_and_row(show):
 def test_the_command_does_not_import_torch():
     program = "import sys, grpo_megatron.cli.data_show; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- preferences
+
+
+def shown_preferences(folder, capsys, rows: list[dict], *settings: str) -> tuple[int, str]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data", "show", "stages/tiny-preferences", f"domains.0.path={folder}/rows.jsonl"]
+    code = main([*words, *settings])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_answers_of_preferences_are_shown(tmp_path, capsys):
+    rows = [{"prompt": "1 + 1 =", "chosen": "2", "rejected": "31"}]
+    code, text = shown_preferences(tmp_path, capsys, rows)
+    assert code == 0
+    assert "  | 1 + 1 =\n" in text and "chosen: 2\nrejected: 31\n" in text
+    assert "tokens of the answers: 2, 3, with their ends" in text
+    code, text = shown_preferences(tmp_path, capsys, rows, "preferences.loss=kto")
+    assert code == 0 and "desirable: 2\nundesirable: 31\n" in text
+    code, text = shown_preferences(tmp_path, capsys, rows, "--completion", "2")
+    assert code == 2 and "no rewards that could judge" in text
+
+
+def test_answers_that_a_run_leaves_out_are_told(tmp_path, capsys):
+    rows = [
+        {"prompt": "1 + 1 =", "chosen": "2", "rejected": "2"},
+        {"prompt": "1 + 1 =", "chosen": "2" * 60, "rejected": "3"},
+    ]
+    code, text = shown_preferences(tmp_path, capsys, rows)
+    assert code == 0
+    assert "note: a run leaves it out: with equal answers" in text
+    assert "note: a run leaves it out: it is longer than 64 tokens" in text
+
+
+def test_steps_are_shown_with_their_labels(tmp_path, capsys):
+    of_steps = ["kind=reward_model", "preferences.loss=stepwise", "preferences.step_token=."]
+    rows = [{"prompt": "1 + 1 =", "completions": ["2", " 3 "], "labels": [True, 0.25]}]
+    code, text = shown_preferences(tmp_path, capsys, rows, *of_steps)
+    assert code == 0
+    assert "step 1, label 1: 2.\nstep 2, label 0.25: 3.\n" in text
+    assert "tokens of the answers: 4, with their ends" in text

@@ -75,6 +75,12 @@ BROKEN = [
     ("domain_source", ["domains.0.dataset=null", "domains.0.source=run", "domains.0.path=x"]),
     ("preferences", [*PREFERENCES, "preferences.gamma=1"]),
     ("preferences", [*PREFERENCES, "kind=reward_model"]),
+    ("preferences", [*PREFERENCES, "preferences.loss=stepwise"]),
+    ("preferences", [*REWARD_MODEL, "preferences.step_token=."]),
+    (
+        "preferences",
+        [*REWARD_MODEL, "preferences.loss=stepwise", "domains.0.source=run"],
+    ),
     ("preferences", [*PREFERENCES, "preferences.loss=bradley_terry"]),
     ("preferences", [*REWARD_MODEL, "lora.rank=4"]),
     ("preferences", [*REWARD_MODEL, "preferences.label_smoothing=0.1"]),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification
 
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.rewards.step_rewards import process_reward_model
 from tests.e2e.runs import command, metrics, timeless
+from tests.rewards.pooling_server import pooling_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.learning]
 
@@ -28,6 +35,33 @@ def test_a_reward_model(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "tiny-reward-model" / "result.json").read_text())
     assert result["eval"]["all"]["accuracy"] >= 0.9
+
+
+def test_a_process_reward_model_is_served(tmp_path):
+    done = command("train", "stages/tiny-process-reward-model", f"runs_dir={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "tiny-process-reward-model"
+    result = json.loads((run / "result.json").read_text())
+    assert result["before"] <= 0.7
+    assert result["eval"]["all"]["accuracy"] >= 0.9
+    assert result["eval"]["all"]["first_error"] >= 0.9
+    export = run / "export"
+    mark = Tokenizer.from_file(str(export / "tokenizer.json")).token_to_id(".")
+    pooler = {"task": "token_classify", "tok_pooling_type": "STEP", "step_tag_id": mark}
+    with pooling_server(export, pooler, tmp_path / "server.log") as url:
+        solution = "132\n\n57\n\n 18"
+        asked = process_reward_model(
+            solution, "", prompt="7 + 8 =", url=url, model="prm", step_token=".", timeout_s=120
+        )
+        steps = asyncio.run(asked)
+    assert [solution[:end].split()[-1] for end, _ in steps] == ["132", "57", "18"]
+    text = torch.tensor([load_tokenizer(export).encode("7 + 8 =132.57.18.")])
+    judge = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
+    with torch.no_grad():
+        logits = judge.score(judge.model(text).last_hidden_state)[0, text[0] == mark, 0]
+    scores = [score for _, score in steps]
+    assert scores == pytest.approx(logits.sigmoid().tolist(), abs=1e-5)
+    assert scores[0] > 0.5 > scores[1] and scores[2] > 0.5
 
 
 def test_a_resumed_run_is_the_same(tmp_path):

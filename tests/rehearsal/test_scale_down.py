@@ -126,7 +126,7 @@ def test_a_recipe_keeps_its_method(name, tmp_path):
 def problems_of(config, number: int) -> list[Problem]:
     domain = config.domains[number]
     if config.trains_preferences:
-        rows = read_preferences(domain, is_paired=config.compares_pairs)
+        rows = read_preferences(domain, config.preferences)
         return [row.problem for row in rows]
     return load_problems(domain, seed=0)
 

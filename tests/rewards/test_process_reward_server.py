@@ -4,13 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,25 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rehearsal.tiny_family import tiny_config, write_tiny_checkpoint
 from grpo_megatron.rewards.step_rewards import process_reward_model
+from tests.rewards.pooling_server import pooling_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.recipes]
 
 STEP_TOKEN = "<extra_0>"
 PROMPT = "What is 6 * 7?\n"
-START_S = 1200
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "GRPO_MEGATRON_FORK_ENGINE": "1",
-}
 
 
 def write_model(directory: Path) -> None:
@@ -71,41 +53,9 @@ def url(model, tmp_path_factory):
     from tokenizers import Tokenizer
 
     step = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(STEP_TOKEN)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "grpo_megatron.rollout.serve", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "prm"]
-    command += ["--runner", "pooling", "--pooler-config", json.dumps({"step_tag_id": step})]
-    command += ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8"]
-    command += ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 25)]
-    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    command += ["--distributed-executor-backend", executor]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with open(log, "w") as file:
-        server = subprocess.Popen(
-            command,
-            env={**os.environ, **ENVIRONMENT},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            preexec_fn=partial(die_with_parent, os.getpid()),  # of a session that is ended
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
-def wait_for(address: str, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            urllib.request.urlopen(address, timeout=5)
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise RuntimeError(log.read_text()[-3000:])
+    with pooling_server(model, {"step_tag_id": step}, log) as address:
+        yield address
 
 
 def expected_scores(model: Path, text: str) -> list[float]:

@@ -18,7 +18,7 @@ from grpo_megatron.batching.store import (
     write_shard,
 )
 from grpo_megatron.controller.preference_steps import read_at_its_end
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, Turn, VersionSpan
 from tests.trainer.models import VOCAB
 
 
@@ -57,6 +57,46 @@ def write_preferences(
     return str(directory)
 
 
+def write_steps(directory: Path, num_answers: int = 12) -> str:
+    """Ragged answers of two domains whose steps have labels, some of them between 0 and 1."""
+    rng = np.random.default_rng(5)
+    working = begin_step(directory)
+    groups = []
+    rows = []
+    for number in range(num_answers):
+        ids: list[int] = []
+        turns = []
+        for _ in range(int(rng.integers(1, 5))):
+            ids += rng.integers(0, VOCAB, int(rng.integers(1, 6))).tolist()
+            label = float(rng.choice([0.0, 0.25, 1.0]))
+            turns.append(Turn(len(ids), len(ids) + 1, label))
+        ids.append(int(rng.integers(0, VOCAB)))
+        unknown = np.full(len(ids), np.nan, np.float32)
+        unknown[[turn.start for turn in turns]] = -np.inf
+        span = (VersionSpan(0, 0, len(ids)),)
+        answer = Completion(np.array(ids, np.int32), unknown, span, "stop", "", turns=tuple(turns))
+        prompt = Prompt(str(number), "d", "", tuple(rng.integers(0, VOCAB, 6).tolist()), "")
+        groups.append(RolloutGroup(prompt, (answer,), 0))
+        worst = min(turn.reward for turn in turns)
+        rows.append(SampleRow(0, number, number, 0, worst, number % 2))
+    shard = write_shard(working / "rollout-0.safetensors", groups)
+    finish_step(directory, [shard], rows, StepFacts(domains=["even", "odd"]))
+    return str(directory)
+
+
+def process_reward_model_export(model: str, steps: str, directory: str) -> list[list[float]]:
+    """Logits of all steps by a model with a head of its own, which is exported."""
+    from grpo_megatron.checkpoints.hf_export import export_model, mark_as_reward_model
+    from grpo_megatron.trainer.steps.step_labels import step_logits
+    from tests.trainer.trainer_ranks import Setup
+
+    setup = Setup(model, {"max_tokens_per_microbatch": 96}, has_reward_head=True)
+    logits = step_logits(setup.config(), setup.policy, SampleTable(Path(steps)))
+    export_model(setup.policy.sharded, Path(directory), Path(model))
+    mark_as_reward_model(Path(directory), of_steps=True)
+    return logits
+
+
 def reward_model_export(model: str, rewarded: str, directory: str) -> list[float]:
     """Scalars of all answers by a model with a head of its own, which is exported."""
     from grpo_megatron.checkpoints.hf_export import export_model, mark_as_reward_model
@@ -79,13 +119,15 @@ def preference_step(
     pairs: str,
     labelled: str,
     rewarded: str,
+    steps: str,
     layout: dict[str, Any],
     settings: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Any]]:
     """One optimizer step of each loss: its metrics and its gradients before clipping."""
-    from grpo_megatron.config.preferences import PreferencesConfig
+    from grpo_megatron.config.preferences import REWARD_MODEL_LOSSES, PreferencesConfig
     from grpo_megatron.trainer.steps.answer_scores import answer_scores
     from grpo_megatron.trainer.steps.preference_update import train_preferences
+    from grpo_megatron.trainer.steps.step_labels import step_logits
     from tests.trainer.trainer_ranks import OPTIMIZER, Setup
 
     found = {}
@@ -93,7 +135,7 @@ def preference_step(
         setup = Setup(
             model,
             {"distributed_optimizer": False, "max_tokens_per_microbatch": 96, **layout},
-            has_reward_head=values["loss"] == "bradley_terry",
+            has_reward_head=values["loss"] in REWARD_MODEL_LOSSES,
         )
         preferences = PreferencesConfig(**values)
         kind, recorded = "preferences", pairs
@@ -101,9 +143,13 @@ def preference_step(
             recorded = labelled
         if values["loss"] == "bradley_terry":
             kind, recorded = "reward_model", rewarded
+        if values["loss"] == "stepwise":
+            kind, recorded = "reward_model", steps
         config = setup.config().model_copy(update={"kind": kind, "preferences": preferences})
         table = SampleTable(Path(recorded))
         scores = answer_scores(config, setup.policy, table)
+        if values["loss"] == "stepwise":
+            scores = np.concatenate(step_logits(config, setup.policy, table))
         report = train_preferences(config, setup.policy, table, 1, 10)
         scale = max(report.grad_norms[0] / OPTIMIZER.clip_grad, 1.0)
         shards = [replace(one, tensor=one.tensor.main_grad * scale) for one in setup.shards]

@@ -7,16 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification
 
 from grpo_megatron.algorithms.preferences import REFERENCE, pair_losses
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.preferences import PreferencesConfig
-from tests.trainer.preference_ranks import write_preferences
+from tests.trainer.preference_ranks import write_preferences, write_steps
 from tests.trainer.test_layout_parity import LAYOUTS_2, LAYOUTS_4
 
 STEP = "tests.trainer.preference_ranks:preference_step"
 EXPORT = "tests.trainer.preference_ranks:reward_model_export"
+EXPORT_OF_STEPS = "tests.trainer.preference_ranks:process_reward_model_export"
 TOLERANCE = 1e-5
 LOSSES = {
     "dpo": {"loss": "dpo", "label_smoothing": 0.1},
@@ -27,8 +29,9 @@ LOSSES = {
     "simpo": {"loss": "simpo", "beta": 2.0},
     "orpo": {"loss": "orpo"},
     "reward_model": {"loss": "bradley_terry", "use_margins": True, "centre_weight": 0.01},
+    "process_reward_model": {"loss": "stepwise"},
 }
-GATE = {name: LOSSES[name] for name in ("dpo", "kto", "reward_model")}
+GATE = {name: LOSSES[name] for name in ("dpo", "kto", "reward_model", "process_reward_model")}
 ON_TWO = {name: LOSSES[name] for name in ("dpo", "reward_model")}
 APART = {"share_prefixes": False}
 OF_PACKING = ("batch/computed_token_fraction", "routing/split_prompts")
@@ -41,6 +44,7 @@ def recorded(tmp_path_factory):
         "pairs": write_preferences(folder / "pairs", is_paired=True),
         "labelled": write_preferences(folder / "labelled", is_paired=False),
         "rewarded": write_preferences(folder / "rewarded", is_paired=True, for_reward=True),
+        "steps": write_steps(folder / "steps"),
     }
 
 
@@ -63,7 +67,12 @@ def reference(world1, moe_model, recorded):
 def assert_same(found: dict, expected: dict) -> None:
     for name, of_loss in found.items():
         theirs = expected[name]
-        np.testing.assert_allclose(of_loss["scores"], theirs["scores"], rtol=TOLERANCE)
+        near_zero = 0.0
+        if name == "process_reward_model":  # logits, of which any may be near 0
+            near_zero = TOLERANCE * np.abs(theirs["scores"]).max()
+        np.testing.assert_allclose(
+            of_loss["scores"], theirs["scores"], rtol=TOLERANCE, atol=near_zero
+        )
         for metric, value in theirs["metrics"].items():
             if metric not in OF_PACKING:
                 assert of_loss["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-6)
@@ -91,6 +100,22 @@ def test_the_loss_is_the_formula_of_the_scores(reference, recorded):
         assert metrics["preference/loss@odd"] == pytest.approx(losses[1::2].mean().item(), rel=1e-5)
         right = (chosen > rejected).double().mean().item()
         assert metrics["preference/accuracy"] == pytest.approx(right)
+
+
+def test_the_loss_of_steps_is_their_cross_entropy(few_losses, recorded):
+    table = SampleTable(Path(recorded["steps"]))
+    found = few_losses["process_reward_model"]
+    labels = [turn.reward for row in range(len(table)) for turn in table.turns(row)]
+    logits, wanted = torch.from_numpy(found["scores"]), torch.tensor(labels, dtype=torch.float64)
+    losses = binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+    metrics = found["metrics"]
+    assert metrics["preference/loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert metrics["loss/value"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    is_odd = np.repeat(table.domain == 1, table.policy_lengths)
+    expected = losses[torch.from_numpy(is_odd)].mean().item()
+    assert metrics["preference/loss@odd"] == pytest.approx(expected, rel=1e-5)
+    right = ((logits > 0) == (wanted > 0.5)).double().mean().item()
+    assert metrics["preference/accuracy"] == pytest.approx(right)
 
 
 @pytest.mark.matrix
@@ -133,6 +158,25 @@ def test_transformers_gives_the_scalars(world1, recorded, tmp_path, request, mod
         with torch.no_grad():
             [[found]] = loaded(torch.from_numpy(ids)[None]).logits.tolist()
         assert found == pytest.approx(score, abs=1e-5)
+
+
+def test_transformers_gives_the_logits_of_steps(world1, recorded, tmp_path, dense_model):
+    directory = tmp_path / "export"
+    logits = world1.run(
+        EXPORT_OF_STEPS, model=dense_model, steps=recorded["steps"], directory=str(directory)
+    )
+    loaded = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    assert loaded.config.problem_type == "multi_label_classification"  # vLLM: a sigmoid
+    table = SampleTable(Path(recorded["steps"]))
+    for row, of_steps in enumerate(logits):
+        ids, _ = table.completion(row)
+        num_prompt = len(table.prompt_ids(row))
+        text = torch.from_numpy(np.concatenate([table.prompt_ids(row), ids]).astype(np.int64))
+        with torch.no_grad():
+            states = loaded.model(text[None]).last_hidden_state[0]
+            scalars = loaded.score(states)[:, 0]
+        places = [num_prompt + turn.start - 1 for turn in table.turns(row)]
+        assert of_steps == pytest.approx(scalars[places].tolist(), abs=1e-5)
 
 
 @pytest.mark.matrix

@@ -1,6 +1,6 @@
 """Rules of `[preferences]` and of runs that train preferences."""
 
-from grpo_megatron.config.preferences import PreferencesConfig
+from grpo_megatron.config.preferences import REWARD_MODEL_LOSSES, PreferencesConfig
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 
@@ -15,6 +15,7 @@ _LOSSES_OF = {
     "undesirable_weight": ("kto",),
     "use_margins": ("bradley_terry",),
     "centre_weight": ("bradley_terry",),
+    "step_token": ("stepwise",),
     "reference": ("dpo", "hinge", "ipo", "kto"),
 }
 """Which losses look at a setting."""
@@ -36,16 +37,16 @@ def only_preferences_have_their_table(run: RunConfig) -> Violation | None:
 @PREFERENCE_RULES.rule("preferences")
 def reward_models_have_their_loss(run: RunConfig) -> Violation | None:
     """Refuse losses of policies for reward models, and theirs for policies."""
-    is_of_scalars = run.preferences.loss == "bradley_terry"
+    is_of_scalars = run.preferences.loss in REWARD_MODEL_LOSSES
     if not run.trains_preferences or is_of_scalars == (run.kind == "reward_model"):
         return None
-    fitting = "dpo"
+    fitting: tuple[str, ...] = ("dpo",)
     if run.kind == "reward_model":
-        fitting = "bradley_terry"
+        fitting = REWARD_MODEL_LOSSES
     return Violation(
         "preferences.loss",
-        "kind reward_model and the loss bradley_terry go together",
-        nearest=(fitting,),
+        f"kind reward_model and the losses {' and '.join(REWARD_MODEL_LOSSES)} go together",
+        nearest=fitting,
         related=("kind",),
     )
 
@@ -100,6 +101,14 @@ def preferences_are_in_files(run: RunConfig) -> list[Violation]:
                 f"kind {run.kind} trains preferences, which reasoning-gym has none of",
                 nearest=("file",),
                 related=("kind",),
+            )
+            found.append(violation)
+        if domain.source == "run" and run.preferences.rows == "steps":
+            violation = Violation(
+                f"domains.{index}.source",
+                "what a run has recorded has no labels of steps",
+                nearest=("file",),
+                related=("preferences.loss",),
             )
             found.append(violation)
         if domain.episodes is not None:

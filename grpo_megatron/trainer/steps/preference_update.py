@@ -1,4 +1,5 @@
-"""Training on preferences: pairs of answers, or answers with labels (`algorithms.preferences`).
+"""Training on preferences: pairs of answers, answers with labels, or with labels of their steps
+(`algorithms.preferences`).
 
 A step is recorded like one of RL: a group is a prompt with two answers, whose rewards say which one
 is chosen. Both answers of a pair are one episode, so that they share a micro-batch and the loss of
@@ -29,6 +30,7 @@ from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps.answer_scores import answer_scores, row_sums
 from grpo_megatron.trainer.steps.microbatch import MicroBatch
 from grpo_megatron.trainer.steps.optimizer_step import (
+    LossFunction,
     apply_gradients,
     compute_gradients,
     losses_and_norms,
@@ -36,6 +38,7 @@ from grpo_megatron.trainer.steps.optimizer_step import (
     sharing_metrics,
     untruncated,
 )
+from grpo_megatron.trainer.steps.step_labels import StepLossFunction
 
 _GAP = "preference/reference_gap"
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -169,23 +172,26 @@ def train_preferences(
     updates = []
     rate = 0.0
     source = RouteSource(config, policy.replay, table)
+    has_baseline = config.preferences.loss == "kto"
     for number in range(int(table.update.max(initial=-1)) + 1):
         is_here = table.update == number
         baseline = 0.0
-        if not config.preferences.is_paired:
+        if has_baseline:
             before = time.perf_counter()
             baseline = _baseline(config, policy, table, np.flatnonzero(is_here))
             passes_s += time.perf_counter() - before
         rows = np.flatnonzero(is_here & ~np.isnan(table.reward))
         update = prepare(config.trainer, table, rows)
-        loss = PreferenceLossFunction(config, table, rows, baseline)
+        loss: LossFunction = PreferenceLossFunction(config, table, rows, baseline)
+        if config.preferences.rows == "steps":
+            loss = StepLossFunction(config, table, rows)
         rate = config.optimizer.rate(first_update + number, num_updates)
         policy.set_learning_rate(rate)
         stats = compute_gradients(policy, update, loss, source.margin_pass(update))
         if first_update + number == 0:
             _require_same_reference(config, stats)
         stats = apply_gradients(policy, stats)
-        if not config.preferences.is_paired:
+        if has_baseline:
             stats.mean("preference/baseline", torch.tensor(baseline), 1.0, "update")
         by_update.append(stats)
         total.add(stats)

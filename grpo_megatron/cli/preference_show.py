@@ -1,0 +1,83 @@
+"""What `data show` prints of preferences: the first rows of a domain with their answers."""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from grpo_megatron.config.preferences import PreferencesConfig
+from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.data.dataset_answers import DatasetAnswers
+from grpo_megatron.data.preference_rows import PreferenceRow
+from grpo_megatron.data.preferences import read_preferences, why_dropped
+from grpo_megatron.data.step_rows import StepRow, marked_answer
+from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.types import Prompt
+
+Say = Callable[[str], None]
+
+NUM_ROWS = 3
+
+
+def first_rows(config: RunConfig, domain: DomainConfig) -> list[PreferenceRow | StepRow]:
+    """Return the first rows of a domain's file. DataError where they are no preferences."""
+    return list(islice(read_preferences(domain, config.preferences), NUM_ROWS))
+
+
+def show_answers(
+    config: RunConfig,
+    domain: DomainConfig,
+    row: PreferenceRow | StepRow,
+    prompt: Prompt,
+    tokenizer: TextTokenizer | None,
+    say: Say,
+) -> None:
+    """Print the answers of a row with their labels, and their tokens where a tokenizer is there.
+
+    Raises DataError where the tokenizer cannot write one."""
+    dropped = why_dropped(row)
+    if isinstance(row, StepRow):
+        _show_steps(config.preferences, row, say)
+    else:
+        _show_labelled(config.preferences, row, say)
+    if dropped:
+        say(f"note: a run leaves it out: {dropped}")
+    elif tokenizer is not None:
+        _show_tokens(config, domain, row, prompt, tokenizer, say)
+
+
+def _show_steps(settings: PreferencesConfig, row: StepRow, say: Say) -> None:
+    for number, (step, label) in enumerate(zip(row.steps, row.labels, strict=True), start=1):
+        say(f"step {number}, label {label:g}: {step.strip()}{settings.step_token}")
+
+
+def _show_labelled(settings: PreferencesConfig, row: PreferenceRow, say: Say) -> None:
+    for text, label in zip(row.answers, row.labels, strict=True):
+        name = "desirable" if label == 1 else "undesirable"
+        if settings.is_paired:
+            name = "chosen" if label == 1 else "rejected"
+        say(f"{name}: {text}")
+    if settings.use_margins:
+        say(f"margin: {row.margin:g}")
+
+
+def _show_tokens(
+    config: RunConfig,
+    domain: DomainConfig,
+    row: PreferenceRow | StepRow,
+    prompt: Prompt,
+    tokenizer: TextTokenizer,
+    say: Say,
+) -> None:
+    counts: Sequence[int]
+    if isinstance(row, StepRow):
+        answer = marked_answer(row, tokenizer, config.preferences.step_token)
+        if answer is None:
+            say("note: a run leaves it out: the tokenizer joins its steps with the step token")
+            return
+        counts = [answer.num_tokens - 1]  # the last mark stands twice
+    else:
+        encoder = DatasetAnswers([domain], tokenizer, config.rollout.max_model_len + 1)
+        counts = [encoder.completion(0, prompt, text).num_tokens for text in row.answers]
+    say(f"tokens of the answers: {', '.join(map(str, counts))}, with their ends")
+    longest = config.longest_preference
+    if len(prompt.token_ids) + max(counts) > longest:
+        say(f"note: a run leaves it out: it is longer than {longest} tokens")

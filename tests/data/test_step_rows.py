@@ -1,0 +1,177 @@
+"""Answers whose steps have labels: rows, what is wrong with them, and their tokens."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.data.preferences import load_preferences, refuse_bad_preferences
+from grpo_megatron.data.prompt_text import tokenizer_directory
+from grpo_megatron.data.step_rows import StepRow, marked_answer, step_row_of, step_token_id
+from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
+from grpo_megatron.errors import DataError
+from grpo_megatron.rewards.step_rewards import steps_of
+from grpo_megatron.types import Problem, require_sound
+
+PLAIN = DomainConfig(name="d", source="file", path="x")
+CHAT = PLAIN.model_copy(update={"template": "chat"})
+USER = {"role": "user", "content": "1 + 1?"}
+
+
+def read(fields: dict, domain: DomainConfig = PLAIN) -> StepRow:
+    return step_row_of("rows:1", fields, domain)
+
+
+@pytest.mark.parametrize(
+    ("domain", "prompt"),
+    [
+        (PLAIN, {"prompt": "1 + 1?"}),
+        (PLAIN, {"question": "1 + 1?"}),
+        (CHAT, {"prompt": [USER]}),
+        (CHAT, {"messages": [USER]}),
+    ],
+)
+def test_formats(domain, prompt):
+    row = read({**prompt, "completions": ["a", "b", "c"], "labels": [True, 0.25, 0]}, domain)
+    assert row.problem.question == "1 + 1?"
+    assert (row.steps, row.labels) == (("a", "b", "c"), (1.0, 0.25, 0.0))
+    assert "labels" not in row.problem.metadata
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "x", "labels": [1]}, "no 'completions'"),
+        ({"prompt": "x", "completions": ["a"]}, "no 'labels'"),
+        ({"prompt": "x", "completions": "a", "labels": [1]}, "'completions' is str"),
+        ({"prompt": "x", "completions": ["a"], "labels": True}, "'labels' is bool"),
+        ({"prompt": "x", "completions": ["a", 2], "labels": [1, 1]}, "step 1 of 'completions'"),
+        ({"prompt": "x", "completions": ["a", "b"], "labels": [1]}, "2 'completions' and 1"),
+        ({"prompt": "x", "completions": ["a"], "labels": [1.5]}, "label 0 of 'labels' is 1.5"),
+        ({"prompt": "x", "completions": ["a"], "labels": ["+"]}, "label 0 of 'labels' is '\\+'"),
+        ({"prompt": "x", "completions": ["a"], "labels": [float("nan")]}, "is nan"),
+        ({"completions": ["a"], "labels": [1]}, "no field"),
+    ],
+)
+def test_refused_rows(fields, message):
+    with pytest.raises(DataError, match=message) as error:
+        read(fields)
+    assert "rows:1" in str(error.value)
+
+
+# --- tokens
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    with tokenizer_directory(recipe("x").model) as directory:
+        return load_tokenizer(directory)
+
+
+def test_a_step_is_read_at_its_mark(tokenizer):
+    row = StepRow(Problem("", "", {}), (" 12", "3.4 ", "5"), (1.0, 0.0, 0.5))
+    answer = marked_answer(row, tokenizer, ".")
+    assert tokenizer.decode(answer.token_ids) == "12.34.5.."
+    assert [turn.reward for turn in answer.turns] == [1.0, 0.0, 0.5]
+    before = [int(answer.token_ids[turn.start - 1]) for turn in answer.turns]
+    assert before == [step_token_id(tokenizer, ".")] * 3
+    require_sound(answer, "x")
+
+
+def test_the_text_is_that_of_a_served_model(tokenizer):
+    """`process_reward_model` sends what `steps_of` finds in a completion."""
+    completion = " 1 + 2\n\n3\n\n\n\n 4 * 5 "
+    sent = "".join(step.text + "." for step in steps_of(completion, "\n\n"))
+    row = StepRow(Problem("", "", {}), (" 1 + 2", "3", " 4 * 5 "), (1, 1, 1))
+    assert marked_answer(row, tokenizer, ".").text == sent
+
+
+def joining_tokenizer() -> TextTokenizer:
+    """Bytes, and `a.` as one token."""
+    letters = {letter: number for number, letter in enumerate(ByteLevel.alphabet())}
+    backend = Tokenizer(BPE({**letters, "a.": len(letters)}, [("a", ".")]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    return TextTokenizer(backend, 0, (), None)
+
+
+def test_a_mark_that_the_tokenizer_joins_with_a_step():
+    row = StepRow(Problem("", "", {}), ("b", "a"), (1.0, 1.0))
+    assert marked_answer(row, joining_tokenizer(), ".") is None
+    alone = StepRow(Problem("", "", {}), ("b", "ab"), (1.0, 1.0))
+    assert marked_answer(alone, joining_tokenizer(), ".") is not None
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"), [("==", "'==' is 2 tokens of"), ("<extra_0>", "cannot be written with")]
+)
+def test_a_mark_that_is_no_token(tokenizer, mark, message):
+    with pytest.raises(DataError, match=message) as error:
+        step_token_id(tokenizer, mark)
+    assert "preferences.step_token" in str(error.value)
+
+
+# --- whole files
+
+
+def recipe(path, **changes) -> RunConfig:
+    values = {
+        "name": "case",
+        "kind": "reward_model",
+        "model": {"preset": "tiny-qwen3-moe"},
+        "domains": [{"name": "sums", "source": "file", "path": str(path)}],
+        "preferences": {"loss": "stepwise", "step_token": "."},
+        "data": {"num_validation": 0, "num_heldout": 2},
+        "rollout": {"max_new_tokens": 8, "max_model_len": 16},
+    }
+    return RunConfig.model_validate({**values, **changes})
+
+
+def write(folder, rows: list[dict]):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def answers(count: int) -> list[dict]:
+    return [
+        {"prompt": f"{n} + 1 =", "completions": [str(n), str(n + 1)], "labels": [0, n % 2]}
+        for n in range(count)
+    ]
+
+
+def test_what_is_left_out_is_counted(tmp_path, tokenizer):
+    rows = [
+        *answers(6),
+        answers(1)[0],
+        {"prompt": "1 + 1 =", "completions": ["3", " "], "labels": [1, 1]},
+        {"prompt": "1 + 1 =", "completions": [], "labels": []},
+        {"prompt": "1 + 1 =", "completions": ["1" * 9], "labels": [1]},
+    ]
+    found = load_preferences(recipe(write(tmp_path, rows)), tokenizer)
+    assert sorted(found.dropped.values()) == [1, 1, 1, 1]
+    assert {len(one.answers) for one in found.by_id.values()} == {1}
+    assert len(found.by_id) == 6
+    longest = {"prompt": "1 + 1 =", "completions": ["1" * 7], "labels": [1]}  # 7 + 8 tokens
+    whole = load_preferences(recipe(write(tmp_path, [*answers(6), longest])), tokenizer)
+    assert len(whole.by_id) == 7 and not whole.dropped
+
+
+def test_equal_answers_with_other_labels_are_others(tmp_path, tokenizer):
+    rows = answers(4)
+    again = {**rows[0], "labels": [1, 1]}
+    found = load_preferences(recipe(write(tmp_path, [*rows, again])), tokenizer)
+    assert len(found.by_id) == 5
+    worst = sorted(one.labels[0] for one in found.by_id.values())
+    np.testing.assert_array_equal(worst, [0, 0, 0, 0, 1])
+
+
+def test_a_bad_row_far_down_is_found_before_anything_starts(tmp_path):
+    rows = [*answers(30), {"prompt": "x", "chosen": "2", "rejected": "3"}]
+    with pytest.raises(DataError, match=r"(?s)no 'completions'.*rows.jsonl:31"):
+        refuse_bad_preferences(recipe(write(tmp_path, rows)))
