@@ -173,31 +173,6 @@ def export_model(
     return target.num_bytes
 
 
-def mark_as_reward_model(directory: Path, *, of_steps: bool = False) -> None:
-    """Let the config.json of an export say that it is a reward model with one scalar, as
-    transformers (`…ForSequenceClassification`) and vLLM (`/pooling`) read it. vLLM gives the scalar
-    itself; of_steps: its sigmoid, the probability that a step is right.
-
-    transformers takes the scalar at the last token that is no padding, so a padding token that also
-    ends answers is left out: without one it reads one text at a time."""
-    file = directory / "config.json"
-    hf = json.loads(file.read_text(encoding="utf-8"))
-    hf["architectures"] = [
-        name.replace("ForCausalLM", "ForSequenceClassification") for name in hf["architectures"]
-    ]
-    hf["id2label"] = {"0": "LABEL_0"}
-    hf["label2id"] = {"LABEL_0": 0}
-    hf["problem_type"] = "regression"
-    if of_steps:
-        hf["problem_type"] = "multi_label_classification"
-    ends = hf.get("eos_token_id")
-    if not isinstance(ends, list):
-        ends = [ends]
-    if hf.get("pad_token_id") in ends:
-        hf["pad_token_id"] = None
-    durable.write_json(file, hf)
-
-
 def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> Iterator[tuple[int, int]]:
     """Yield file number and unit so that `world` files grow together: no rank waits for another's
     file."""

@@ -38,6 +38,9 @@ class PreferencesConfig(Strict):
     """bradley_terry: the chosen answer's scalar is to be higher by the pair's `margin`."""
     centre_weight: float = Field(0.0, ge=0)
     """bradley_terry: weight of the squared sum of both scalars, which holds their mean at 0."""
+    scalar_per_domain: bool = False
+    """bradley_terry: every domain has a scalar of its own, by which its pairs are compared, in the
+    order of the recipe: several labels in one model, such as helpful and harmless."""
     step_token: str = Field("<extra_0>", min_length=1)
     """stepwise: what stands behind every step, one token of the tokenizer. A step is read there."""
     reference: InputPath | None = None

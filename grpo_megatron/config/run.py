@@ -608,6 +608,13 @@ class RunConfig(Strict):
         return self.preferences.is_paired
 
     @property
+    def reward_labels(self) -> tuple[str, ...]:
+        """Names of the scalars of a reward model that has several, by domain; empty: it has one."""
+        if not self.preferences.scalar_per_domain:
+            return ()
+        return tuple(domain.name for domain in self.domains)
+
+    @property
     def longest_preference(self) -> int:
         """Tokens of a prompt with an answer; a reward model needs one more to be read at the
         last."""

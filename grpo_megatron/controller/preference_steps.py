@@ -60,13 +60,17 @@ Logits = dict[str, list[float]]
 class PreferenceRecorder:
     """Writes preferences as a step of the sample store: a group is a prompt with its two answers,
     whose rewards are the labels, NaN for an answer to another prompt. spool: where answers lie
-    until they are in a step."""
+    until they are in a step.
+
+    Attributes:
+        domains: Their names, in the order of the recipe."""
 
     def __init__(self, config: RunConfig, spool: Path, tokenizer: TextTokenizer):
         self._config = config
         self._spool = spool
         self._tokenizer = tokenizer
         self._numbers = itertools.count()
+        self.domains = [domain.name for domain in config.domains]
 
     def groups(self, preferences: Sequence[Preference], reference: Scores) -> list[ScoredGroup]:
         """Write the answers; returns their groups, with the scores of the reference as component
@@ -148,8 +152,7 @@ class AnswerScorer:
         for start in range(0, len(preferences), _AT_ONCE):
             part = preferences[start : start + _AT_ONCE]
             groups = await asyncio.to_thread(self._recorder.groups, part, {})
-            domains = list(dict.fromkeys(one.prompt.domain for one in part))
-            facts = StepFacts(domains=domains)
+            facts = StepFacts(domains=self._recorder.domains)
             await asyncio.to_thread(self._recorder.record, self._scratch, groups, 1, facts)
             yield part, await self._trainer.call(request)
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -267,7 +270,7 @@ class PreferenceSteps:
             kind="rl",
             step=step,
             version=step,
-            domains=[domain.name for domain in self._config.domains],
+            domains=self._recorder.domains,
             sampler=state,
             metrics=_metrics(drawn),
             extremes=extremes(step, groups, self._config.telemetry.samples_per_step),

@@ -16,6 +16,7 @@ from grpo_megatron.plan.fp8_weights import FP8_RULES
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.lora import LORA_RULES
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
+from grpo_megatron.plan.reward_labels import REWARD_LABEL_RULES
 from grpo_megatron.plan.vision import VISION_RULES
 
 # vLLM 0.32.0, v1/attention/backends/cpu_attn.py; with another the first request ends the engine
@@ -80,6 +81,7 @@ def check_plan(config: RunConfig) -> list[Violation]:
     found = list(MODEL_RULES.violations(config, facts, config=config))
     found += VISION_RULES.violations(config, facts, config=config)
     found += CRITIC_MODEL_RULES.violations(config, config=config)
+    found += REWARD_LABEL_RULES.violations(config, config=config)
     if config.rollout.fp8 != "none":
         found += FP8_RULES.violations(config, facts, config=config)
     if config.lora is not None:

@@ -167,16 +167,34 @@ async def reward_model(
     shift: float = 0.0,
     think_tag: str | None = None,
     end: str = "",
+    label: int | None = None,
     timeout_s: float = 60.0,
 ) -> float:
     """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route.
+    label: the number of the scalar, of a model that has several (its config.json names them).
     think_tag: it reads only what stands behind the thought (DeepSeek-R1, arXiv:2501.12948).
     end: what ended the answers that it was trained on, such as `<|im_end|>`; it is read there."""
     if think_tag is not None:
         prompt, completion = without_thought(prompt, completion, think_tag)
     text = prompt + completion + end
     reply = await post(f"{url}/pooling", {"model": model, "input": text}, timeout_s, api_key)
-    score = reply["data"][0]["data"]
-    while isinstance(score, list):
-        [score] = score
-    return (float(score) - shift) * scale
+    scores = reply["data"][0]["data"]
+    if not isinstance(scores, list):
+        scores = [scores]
+    return (_chosen(scores, label, url) - shift) * scale
+
+
+def _chosen(scores: list[Any], label: int | None, url: str) -> float:
+    """Return one of a reward model's scalars."""
+    if len(scores) == 1 and isinstance(scores[0], list):
+        scores = scores[0]
+    if label is None and len(scores) == 1:
+        return float(scores[0])
+    if label is None or not 0 <= label < len(scores):
+        raise RewardError(
+            f"the reward model gives {len(scores)} scalars, and `label` is {label}",
+            where=url,
+            remedy=f"set `label` to one of 0 to {len(scores) - 1}; id2label of its config.json "
+            "names them",
+        )
+    return float(scores[label])

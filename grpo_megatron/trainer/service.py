@@ -12,7 +12,13 @@ from msgspec.structs import replace
 
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints import distributed, hf_export, hf_import, torch_dist
+from grpo_megatron.checkpoints import (
+    distributed,
+    hf_export,
+    hf_import,
+    reward_models,
+    torch_dist,
+)
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
@@ -86,6 +92,8 @@ class TrainerService:
 
     def __init__(self, config: RunConfig, model_path: Path):
         hf = read_config(model_path)
+        if config.kind == "reward_model":
+            reward_models.refuse_other_labels(hf, config.reward_labels, model_path)
         config = _with_exact_sharing(config, hf)
         self.config = config
         self.model_path = model_path
@@ -119,6 +127,9 @@ class TrainerService:
         temperature = 1.0
         if config.kind != "sft" and not config.trains_preferences:
             temperature = config.rollout.temperature
+        num_scalars = 0
+        if config.kind == "reward_model":
+            num_scalars = max(len(config.reward_labels), 1)
         return build_policy(
             hf,
             config.trainer,
@@ -127,7 +138,7 @@ class TrainerService:
             temperature,
             lora,
             config.seed,
-            has_reward_head=config.kind == "reward_model",
+            num_scalars=num_scalars,
             trains=config.trains,
         )
 
@@ -357,7 +368,12 @@ class TrainerService:
         num_bytes = hf_export.export_model(self.policy.sharded, directory, self.model_path)
         if self.config.kind == "reward_model":
             is_of_steps = self.config.preferences.rows == "steps"
-            on_rank_0(partial(hf_export.mark_as_reward_model, of_steps=is_of_steps), directory)
+            mark = partial(
+                reward_models.mark_as_reward_model,
+                labels=self.config.reward_labels,
+                of_steps=is_of_steps,
+            )
+            on_rank_0(mark, directory)
         if self.policy.lora is not None:
             base = self.config.model.path or Path(str(self.config.model.preset))
             peft_format.export_adapters(self.policy, directory.with_name("adapter"), str(base))

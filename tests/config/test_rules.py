@@ -77,6 +77,7 @@ BROKEN = [
     ("preferences", [*PREFERENCES, "kind=reward_model"]),
     ("preferences", [*PREFERENCES, "preferences.loss=stepwise"]),
     ("preferences", [*REWARD_MODEL, "preferences.step_token=."]),
+    ("preferences", [*PREFERENCES, "preferences.scalar_per_domain=true"]),
     (
         "preferences",
         [*REWARD_MODEL, "preferences.loss=stepwise", "domains.0.source=run"],

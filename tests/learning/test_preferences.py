@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -11,11 +12,14 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.rewards.judge import reward_model
 from grpo_megatron.rewards.step_rewards import process_reward_model
 from tests.e2e.runs import command, metrics, timeless
 from tests.rewards.pooling_server import pooling_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.learning]
+
+END = "<|endoftext|>"
 
 
 def train(folder, *overrides: str) -> dict:
@@ -35,6 +39,41 @@ def test_a_reward_model(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "tiny-reward-model" / "result.json").read_text())
     assert result["eval"]["all"]["accuracy"] >= 0.9
+
+
+def test_a_reward_model_of_two_labels_is_served(tmp_path):
+    """Even numbers before odd ones, and short ones before long ones."""
+    done = command("train", "stages/tiny-reward-labels", f"runs_dir={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "tiny-reward-labels"
+    result = json.loads((run / "result.json").read_text())
+    assert result["eval"]["even"]["accuracy"] >= 0.9
+    assert result["eval"]["short"]["accuracy"] >= 0.9
+    export = run / "export"
+    judge = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
+    assert judge.config.label2id == {"even": 0, "short": 1}
+    scores = {}
+    with pooling_server(export, {}, tmp_path / "server.log") as url:
+        for answer, label in itertools.product(("36", "31", "8", "578"), (0, 1)):
+            asked = reward_model(
+                answer,
+                "",
+                prompt="7 + 8 =",
+                url=url,
+                model="prm",
+                label=label,
+                end=END,
+                timeout_s=120,
+            )
+            scores[answer, label] = asyncio.run(asked)
+    assert scores["36", 0] > scores["31", 0]
+    assert scores["8", 1] > scores["578", 1]
+    tokenizer = load_tokenizer(export)
+    for (answer, label), score in scores.items():
+        text = torch.tensor([tokenizer.encode(f"7 + 8 ={answer}{END}")])
+        with torch.no_grad():
+            expected = judge(text).logits[0, label].item()
+        assert score == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_process_reward_model_is_served(tmp_path):

@@ -149,6 +149,16 @@ def test_a_reward_model_is_scaled():
     assert value == 1.0 and request["input"] == "6 * 7 = {x}{42}"
 
 
+def test_one_of_several_scalars_is_chosen():
+    reply = {"data": [{"data": [3.0, -1.0]}]}
+    assert served([reply], reward_model, label=1)[0] == -1.0
+    assert served([{"data": [{"data": [[3.0, -1.0]]}]}], reward_model, label=0)[0] == 3.0
+    for label in (None, 2, -1):
+        with pytest.raises(RewardError, match=f"2 scalars, and `label` is {label}") as error:
+            served([reply], reward_model, label=label)
+        assert "one of 0 to 1" in str(error.value)
+
+
 def test_steps_end_before_their_separator():
     text = "\n\n 6 * 7\n\n\n\nis 42 \n\n"
     steps = steps_of(text, "\n\n")

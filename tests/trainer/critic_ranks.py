@@ -147,7 +147,7 @@ def begins_with_a_reward_model(
 ) -> dict[str, np.ndarray]:
     """Of all policy tokens, what a reward model says and the first values of a critic that begins
     with it; of all samples, the reward model's scores. Over all ranks."""
-    scorer = Setup(scored_by, layout, has_reward_head=True)
+    scorer = Setup(scored_by, layout, num_scalars=1)
     table = SampleTable(Path(samples))
     config = scorer.config().model_copy(update={"kind": "reward_model"})
     scores = answer_scores(config, scorer.policy, table)

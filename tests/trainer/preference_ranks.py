@@ -86,29 +86,37 @@ def write_steps(directory: Path, num_answers: int = 12) -> str:
 
 def process_reward_model_export(model: str, steps: str, directory: str) -> list[list[float]]:
     """Logits of all steps by a model with a head of its own, which is exported."""
-    from grpo_megatron.checkpoints.hf_export import export_model, mark_as_reward_model
+    from grpo_megatron.checkpoints.hf_export import export_model
+    from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
     from grpo_megatron.trainer.steps.step_labels import step_logits
     from tests.trainer.trainer_ranks import Setup
 
-    setup = Setup(model, {"max_tokens_per_microbatch": 96}, has_reward_head=True)
+    setup = Setup(model, {"max_tokens_per_microbatch": 96}, num_scalars=1)
     logits = step_logits(setup.config(), setup.policy, SampleTable(Path(steps)))
     export_model(setup.policy.sharded, Path(directory), Path(model))
     mark_as_reward_model(Path(directory), of_steps=True)
     return logits
 
 
-def reward_model_export(model: str, rewarded: str, directory: str) -> list[float]:
+def reward_model_export(
+    model: str, rewarded: str, directory: str, *, by_domain: bool = False
+) -> list[float]:
     """Scalars of all answers by a model with a head of its own, which is exported."""
-    from grpo_megatron.checkpoints.hf_export import export_model, mark_as_reward_model
+    from grpo_megatron.checkpoints.hf_export import export_model
+    from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
+    from grpo_megatron.config.preferences import PreferencesConfig
     from grpo_megatron.trainer.steps.answer_scores import answer_scores
     from tests.trainer.trainer_ranks import Setup
 
-    setup = Setup(model, {"max_tokens_per_microbatch": 96}, has_reward_head=True)
-    config = setup.config().model_copy(update={"kind": "reward_model"})
+    num_scalars = 2 if by_domain else 1
+    setup = Setup(model, {"max_tokens_per_microbatch": 96}, num_scalars=num_scalars)
+    settings = PreferencesConfig(loss="bradley_terry", scalar_per_domain=by_domain)
+    changes = {"kind": "reward_model", "preferences": settings}
+    config = setup.config().model_copy(update=changes)
     scores = answer_scores(config, setup.policy, SampleTable(Path(rewarded)))
     export_model(setup.policy.sharded, Path(directory), Path(model))
-    mark_as_reward_model(Path(directory))
-    again = Setup(directory, {}, has_reward_head=True)
+    mark_as_reward_model(Path(directory), config.reward_labels)
+    again = Setup(directory, {}, num_scalars=num_scalars)
     found = answer_scores(config, again.policy, SampleTable(Path(rewarded)))
     np.testing.assert_allclose(found, scores, rtol=1e-6)
     return scores.tolist()
@@ -132,10 +140,13 @@ def preference_step(
 
     found = {}
     for name, values in settings.items():
+        num_scalars = 0
+        if values["loss"] in REWARD_MODEL_LOSSES:
+            num_scalars = 2 if values.get("scalar_per_domain") else 1
         setup = Setup(
             model,
             {"distributed_optimizer": False, "max_tokens_per_microbatch": 96, **layout},
-            has_reward_head=values["loss"] in REWARD_MODEL_LOSSES,
+            num_scalars=num_scalars,
         )
         preferences = PreferencesConfig(**values)
         kind, recorded = "preferences", pairs

@@ -30,9 +30,12 @@ LOSSES = {
     "orpo": {"loss": "orpo"},
     "reward_model": {"loss": "bradley_terry", "use_margins": True, "centre_weight": 0.01},
     "process_reward_model": {"loss": "stepwise"},
+    "labels": {"loss": "bradley_terry", "scalar_per_domain": True, "centre_weight": 0.01},
 }
-GATE = {name: LOSSES[name] for name in ("dpo", "kto", "reward_model", "process_reward_model")}
-ON_TWO = {name: LOSSES[name] for name in ("dpo", "reward_model")}
+GATE = {
+    name: LOSSES[name] for name in ("dpo", "kto", "reward_model", "process_reward_model", "labels")
+}
+ON_TWO = {name: LOSSES[name] for name in ("dpo", "labels")}
 APART = {"share_prefixes": False}
 OF_PACKING = ("batch/computed_token_fraction", "routing/split_prompts")
 
@@ -68,7 +71,7 @@ def assert_same(found: dict, expected: dict) -> None:
     for name, of_loss in found.items():
         theirs = expected[name]
         near_zero = 0.0
-        if name == "process_reward_model":  # logits, of which any may be near 0
+        if name in ("process_reward_model", "labels"):  # of which any may be near 0
             near_zero = TOLERANCE * np.abs(theirs["scores"]).max()
         np.testing.assert_allclose(
             of_loss["scores"], theirs["scores"], rtol=TOLERANCE, atol=near_zero
@@ -140,24 +143,29 @@ def test_two_ranks(world2, few_losses, moe_model, recorded, layout):
     assert_same(found, few_losses)
 
 
+@pytest.mark.parametrize("by_domain", [False, True])
 @pytest.mark.parametrize(
     "model", ["dense_model", pytest.param("tied_model", marks=pytest.mark.matrix)]
 )
-def test_transformers_gives_the_scalars(world1, recorded, tmp_path, request, model):
+def test_transformers_gives_the_scalars(world1, recorded, tmp_path, request, model, by_domain):
     """Of the export, and so does a model that begins with it."""
     source = request.getfixturevalue(model)
     directory = tmp_path / "export"
     rewarded = recorded["rewarded"]
-    scores = world1.run(EXPORT, model=source, rewarded=rewarded, directory=str(directory))
+    scores = world1.run(
+        EXPORT, model=source, rewarded=rewarded, directory=str(directory), by_domain=by_domain
+    )
     loaded = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
-    assert loaded.config.num_labels == 1
+    labels = {0: "even", 1: "odd"} if by_domain else {0: "LABEL_0"}
+    assert loaded.config.id2label == labels
     table = SampleTable(Path(rewarded))
     for row, score in enumerate(scores):
         answer, _ = table.completion(row)
         ids = np.concatenate([table.prompt_ids(row), answer[:-1]]).astype(np.int64)
         with torch.no_grad():
-            [[found]] = loaded(torch.from_numpy(ids)[None]).logits.tolist()
-        assert found == pytest.approx(score, abs=1e-5)
+            [found] = loaded(torch.from_numpy(ids)[None]).logits.tolist()
+        label = int(table.domain[row]) if by_domain else 0
+        assert found[label] == pytest.approx(score, abs=1e-5)
 
 
 def test_transformers_gives_the_logits_of_steps(world1, recorded, tmp_path, dense_model):

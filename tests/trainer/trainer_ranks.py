@@ -66,7 +66,7 @@ class Setup:
         hf_overrides: dict | None = None,
         lora: LoraConfig | None = None,
         *,
-        has_reward_head: bool = False,
+        num_scalars: int = 0,
     ):
         info = RankInfo.from_environment()
         self.layout = TrainerConfig(
@@ -84,7 +84,7 @@ class Setup:
         seed_everything(1)
         self.hf = read_config(Path(model)) | (hf_overrides or {})
         self.policy: Policy = build_policy(
-            self.hf, self.layout, OPTIMIZER, lora=lora, has_reward_head=has_reward_head
+            self.hf, self.layout, OPTIMIZER, lora=lora, num_scalars=num_scalars
         )
         _earlier.append(self.policy)
         self.shards = self.policy.sharded.shards

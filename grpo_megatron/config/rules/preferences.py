@@ -15,6 +15,7 @@ _LOSSES_OF = {
     "undesirable_weight": ("kto",),
     "use_margins": ("bradley_terry",),
     "centre_weight": ("bradley_terry",),
+    "scalar_per_domain": ("bradley_terry",),
     "step_token": ("stepwise",),
     "reference": ("dpo", "hinge", "ipo", "kto"),
 }

@@ -231,28 +231,28 @@ def build_policy(
     lora: LoraConfig | None = None,
     seed: int = 0,
     *,
-    has_reward_head: bool = False,
+    num_scalars: int = 0,
     trains: bool = True,
 ) -> Policy:
     """Make a model with random weights, wrapped for data parallelism, and its optimizer.
 
     router_policy, temperature: of `RoutingConfig` and `RolloutConfig`; lora: train adapters, which
-    begin as `seed` says, and nothing else; has_reward_head: answer with scalars; trains: False
-    freezes all weights, which then have neither gradients nor optimizer state. Raises ConfigError
-    for a family, a field or a value that is not supported."""
+    begin as `seed` says, and nothing else; num_scalars: answer with so many scalars of a reward
+    model's head; trains: False freezes all weights, which then have neither gradients nor optimizer
+    state. Raises ConfigError for a family, a field or a value that is not supported."""
     config = transformer_config(hf, layout)
     if router_policy != "none" or lora is not None:
         config.moe_router_bias_update_rate = 0.0
     ddp_config = _ddp_config(layout)
     chunks = []
     for index, model in enumerate(
-        build_models(config, hf, layout, has_reward_head=has_reward_head)
+        build_models(config, hf, layout, has_reward_head=num_scalars > 0)
     ):
         model.temperature = temperature
         if router_policy == "freeze_weights":
             _freeze_routers(model)
-        if has_reward_head:
-            add_reward_head(model, seed)
+        if num_scalars:
+            add_reward_head(model, num_scalars, seed)
         if lora is not None:
             add_adapters(model, hf, config, lora, seed)
         if not trains:
@@ -354,13 +354,13 @@ def add_adapters(
     model.adapters = attach(model, named, tensor_map(hf, config), lora, seed)
 
 
-def add_reward_head(model: PolicyModel, seed: int) -> None:
-    """Put a scalar head in the place of the output layer, on the last pipeline stage."""
+def add_reward_head(model: PolicyModel, num_scalars: int, seed: int) -> None:
+    """Put a head of scalars in the place of the output layer, on the last pipeline stage."""
     if not model.post_process:
         return
     del model.output_layer
     model.has_reward_head = True
-    model.score = RewardHead(model.config.hidden_size, model.config.params_dtype, seed)
+    model.score = RewardHead(model.config.hidden_size, num_scalars, model.config.params_dtype, seed)
 
 
 def build_models(

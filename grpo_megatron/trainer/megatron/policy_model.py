@@ -45,8 +45,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     mrope_axes: tuple[slice, slice] | None = None
     """Which angles of a head go by positions in height and in width; None: all go by one."""
     score: RewardHead
-    """Of a reward model: the first row is the scalar at the position before each policy token, the
-    second 0."""
+    """Of a reward model: each row is one of its scalars at the position before each policy token; a
+    row of 0 follows a single one."""
     _own: OwnTokens
     _squared_probs: bool = False
     _teachers: Sequence[TeacherTokens] = ()
@@ -145,7 +145,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             return states
         if self.has_reward_head:
             scalars = self.score(states)
-            return found_by_all(torch.stack([scalars, torch.zeros_like(scalars)]), own)
+            if len(scalars) == 1:
+                scalars = torch.cat([scalars, torch.zeros_like(scalars)])
+            return found_by_all(scalars, own)
         weight = self.output_weight()
         found = token_logprobs(
             states,

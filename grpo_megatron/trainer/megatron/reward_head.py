@@ -1,4 +1,4 @@
-"""The scalar head of a reward model, in the place of the output layer."""
+"""The head of a reward model, in the place of the output layer."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ _STD = 0.02
 
 
 class RewardHead(torch.nn.Module):
-    """`w · state`, in float32. Every tensor rank has all of it; its first weights depend on `seed`
-    alone."""
+    """`w · state` for each of K scalars, in float32. Every tensor rank has all of it; its first
+    weights depend on `seed` alone."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, seed: int):
+    def __init__(self, hidden_size: int, num_scalars: int, dtype: torch.dtype, seed: int):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, hidden_size, generator=generator) * _STD
+        weight = torch.randn(num_scalars, hidden_size, generator=generator) * _STD
         self.weight = torch.nn.Parameter(weight.to(dtype))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the scalars of states, [n, H]: fp32 [n]."""
+        """Return the scalars of states, [n, H]: fp32 [K, n]."""
         shared: torch.Tensor = _DividedGradient.apply(states)  # type: ignore[no-untyped-call]
-        return linear(shared.float(), self.weight.float()).squeeze(1)
+        return linear(shared.float(), self.weight.float()).T
 
 
 class _DividedGradient(torch.autograd.Function):

@@ -13,6 +13,19 @@ from grpo_megatron.trainer.steps import optimizer_step
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 
 
+def policy_values(
+    config: RunConfig, table: SampleTable, microbatch: MicroBatch, output: torch.Tensor
+) -> torch.Tensor:
+    """Return what the model says of every policy token, fp32 [n]: its log-prob over the whole
+    vocabulary, or of a reward model the scalar by which its row is compared."""
+    if not config.reward_labels:
+        return optimizer_step.untruncated(output)
+    rows = microbatch.table_rows
+    of_tokens = np.repeat(table.domain[rows], table.policy_lengths[rows]).astype(np.int64)
+    chosen = to_device(torch.from_numpy(of_tokens), output.device)
+    return output.gather(0, chosen[None]).squeeze(0)
+
+
 def row_sums(table: SampleTable, microbatch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
     """Return sums of `values`, [n], over the tokens of each row of the micro-batch, float64 [R]: in
     the order of `MicroBatch.table_rows`, with gradient."""
@@ -44,6 +57,7 @@ def scores_of(
     found = torch.zeros(len(table), dtype=torch.float64)
     if optimizer_step.is_output_rank():
         for microbatch, output in zip(update.microbatches, outputs, strict=True):
-            sums = row_sums(table, microbatch, optimizer_step.untruncated(output))
+            values = policy_values(config, table, microbatch, output)
+            sums = row_sums(table, microbatch, values)
             found[torch.from_numpy(microbatch.table_rows)] = sums.cpu()
     return summed(found).numpy()

@@ -166,7 +166,7 @@ def build_critic(config: RunConfig, settings: CriticConfig, policy: Policy) -> C
         settings.optimizer,
         config.routing.router_policy,
         seed=config.seed,
-        has_reward_head=True,
+        num_scalars=1,
     )
     critic = Critic(settings, model)
     if settings.path is None:

@@ -27,7 +27,11 @@ from grpo_megatron.errors import MismatchError
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.routing.route_source import RouteSource
-from grpo_megatron.trainer.steps.answer_scores import answer_scores, row_sums
+from grpo_megatron.trainer.steps.answer_scores import (
+    answer_scores,
+    policy_values,
+    row_sums,
+)
 from grpo_megatron.trainer.steps.microbatch import MicroBatch
 from grpo_megatron.trainer.steps.optimizer_step import (
     LossFunction,
@@ -36,7 +40,6 @@ from grpo_megatron.trainer.steps.optimizer_step import (
     losses_and_norms,
     prepare,
     sharing_metrics,
-    untruncated,
 )
 from grpo_megatron.trainer.steps.step_labels import StepLossFunction
 
@@ -52,6 +55,7 @@ class PreferenceLossFunction:
     rows: of the table, those of the step; baseline: KTO's, else 0."""
 
     def __init__(self, config: RunConfig, table: SampleTable, rows: np.ndarray, baseline: float):
+        self._config = config
         self._settings = config.preferences
         self._table = table
         self._baseline = baseline
@@ -63,8 +67,8 @@ class PreferenceLossFunction:
     def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
         """Return the micro-batch's loss and metrics. output: fp32 [2 or 3, n]."""
         rows = microbatch.table_rows
-        logprobs = untruncated(output)
-        sums = row_sums(self._table, microbatch, logprobs)
+        values = policy_values(self._config, self._table, microbatch, output)
+        sums = row_sums(self._table, microbatch, values)
         scores = self._scores(rows, sums)
         items = rows
         if self._settings.is_paired:

@@ -1,0 +1,46 @@
+"""What the config.json of a reward model says of its scalars."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.checkpoints import durable
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.plan.reward_labels import REMEDY, UNNAMED, other_labels
+
+
+def mark_as_reward_model(
+    directory: Path, labels: Sequence[str] = (), *, of_steps: bool = False
+) -> None:
+    """Let the config.json of an export say that it is a reward model with the scalars `labels`, or
+    with one, as transformers (`…ForSequenceClassification`) and vLLM (`/pooling`) read it. vLLM
+    gives the scalars themselves; of_steps: the sigmoid, the probability that a step is right.
+
+    transformers takes the scalars at the last token that is no padding, so a padding token that
+    also ends answers is left out: without one it reads one text at a time."""
+    file = directory / "config.json"
+    hf = json.loads(file.read_text(encoding="utf-8"))
+    hf["architectures"] = [
+        name.replace("ForCausalLM", "ForSequenceClassification") for name in hf["architectures"]
+    ]
+    names = list(labels) or [f"{UNNAMED}0"]
+    hf["id2label"] = {str(number): name for number, name in enumerate(names)}
+    hf["label2id"] = {name: number for number, name in enumerate(names)}
+    hf["problem_type"] = "regression"
+    if of_steps:
+        hf["problem_type"] = "multi_label_classification"
+    ends = hf.get("eos_token_id")
+    if not isinstance(ends, list):
+        ends = [ends]
+    if hf.get("pad_token_id") in ends:
+        hf["pad_token_id"] = None
+    durable.write_json(file, hf)
+
+
+def refuse_other_labels(hf: Mapping[str, Any], labels: Sequence[str], directory: Path) -> None:
+    """CheckpointError where the checkpoint that a reward model begins with is one with other
+    scalars than `labels`, or than one. hf: its config.json."""
+    problem = other_labels(hf, labels)
+    if problem:
+        raise CheckpointError(problem, where=str(directory / "config.json"), remedy=REMEDY)

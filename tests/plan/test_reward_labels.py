@@ -1,0 +1,48 @@
+"""A reward model that begins with another one keeps the meaning of its scalars."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.resolve import resolve
+
+
+def checkpoint(folder, *labels: str):
+    hf = load_preset("tiny-qwen3-moe").hf | {"vocab_size": 97}
+    (folder / "config.json").write_text(json.dumps(hf))
+    mark_as_reward_model(folder, labels)
+    return folder
+
+
+def resolved(recipe: str, start):
+    return resolve(recipe, [f"model.path={start}", "model.preset=null"])
+
+
+def test_the_same_scalars(tmp_path):
+    resolved("stages/tiny-reward-labels", checkpoint(tmp_path, "even", "short"))
+    resolved("stages/tiny-reward-model", checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "labels"),
+    [
+        ("stages/tiny-reward-labels", ("short", "even")),
+        ("stages/tiny-reward-labels", ()),
+        ("stages/tiny-reward-model", ("even", "short")),
+    ],
+)
+def test_other_scalars_are_refused_before_anything_starts(tmp_path, recipe, labels):
+    with pytest.raises(ConfigError, match="the scalars of its head are") as error:
+        resolved(recipe, checkpoint(tmp_path, *labels))
+    assert "model.path" in str(error.value)
+
+
+def test_a_checkpoint_that_is_yet_to_be_written(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        resolved("stages/tiny-reward-labels", tmp_path / "none")
+    assert "scalars" not in str(error.value)
