@@ -19,7 +19,7 @@ Layout = Annotated[
         metavar="KEY=VALUE",
         show_default=False,
         help=(
-            "Keys of [trainer]: the layout at which log-probs are compared; "
+            "Keys of \\[trainer]: the layout at which log-probs are compared; "
             "num_ranks processes share the work."
         ),
     ),
@@ -70,8 +70,10 @@ def _convert(
             where="command line",
             remedy="float32, float16 or bfloat16",
         )
-    if shard_gb <= 0:
-        raise ConfigError(f"--shard-gb {shard_gb} is not positive", where="command line")
+    if not 0 < shard_gb < float("inf"):
+        raise ConfigError(
+            f"{shard_gb:g} GB", where="--shard-gb", remedy="a positive number, for example 5"
+        )
     if to.exists():
         raise ConfigError(
             f"{to} exists", where="command line", remedy="remove it, or choose another --to"

@@ -186,6 +186,7 @@ def plan(
     """Memory by component, predicted seconds by phase, tokens per second, MFU, cost, bubble, bytes;
     an error if the recipe does not fit."""
     of_time = {
+        "--device": device if device != DEFAULT_DEVICE else None,
         "--lengths": lengths,
         "--answer-tokens": answer_tokens,
         "--prompt-tokens": prompt_tokens,

@@ -18,6 +18,7 @@ from grpo_megatron.plan.timing.node_split import (
     Split,
     fewest_gpus,
     node_splits,
+    split_points,
     splits_nodes,
 )
 from grpo_megatron.plan.timing.prediction import (
@@ -55,7 +56,7 @@ class Predictor:
             ("--answer-tokens", answer_tokens),
             ("--prompt-tokens", prompt_tokens),
         ):
-            if tokens is not None and tokens <= 0:
+            if tokens is not None and not 0 < tokens < float("inf"):
                 raise ConfigError(
                     f"{tokens:g} tokens", where=option, remedy="a positive number of tokens"
                 )
@@ -198,12 +199,18 @@ def _search_splits(
         placement = config.placement.model_copy(update={"gpus_per_node": gpus_per_node})
         on_gpus = config.model_copy(update={"placement": placement})
         needed = fewest_gpus(config, plan_of(on_gpus, predictor.device, worst_only=True))
+        tried = ", ".join(map(str, split_points(nodes, config.placement.trainer_nodes)))
+        remedy = "fewer trainer.max_tokens_per_microbatch, or other numbers of nodes"
+        if needed > nodes * gpus_per_node:
+            remedy = (
+                f"trainer and one engine need about {needed} GPUs: --search "
+                f"{-(-needed // gpus_per_node)}x{gpus_per_node}, or fewer "
+                "trainer.max_tokens_per_microbatch"
+            )
         raise ConfigError(
-            f"no split of {nodes}x{gpus_per_node} fits",
+            f"no split of {nodes}x{gpus_per_node} fits; tried trainer nodes: {tried or 'none'}",
             where="--search",
-            remedy=f"trainer and one engine need about {needed} GPUs or more: --search "
-            f"{max(-(-needed // gpus_per_node), nodes + 1)}x{gpus_per_node}, or fewer "
-            "trainer.max_tokens_per_microbatch",
+            remedy=remedy,
         )
     if as_json:
         typer.echo(json.dumps([_split_values(split) for split in splits], indent=2))

@@ -17,7 +17,7 @@ from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
-from grpo_megatron.plan.resolve import refuse_missing, resolve_run
+from grpo_megatron.plan.resolve import refuse_cpu_engine, refuse_missing, resolve_run
 from grpo_megatron.rundir import RunDir
 
 
@@ -26,6 +26,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     `overwrite` it."""
     run_dir = RunDir(resolved.run_path)
     refuse_missing(resolved.config)
+    refuse_cpu_engine(resolved.config)
     run_dir.refuse_existing(overwrite=overwrite)
     refuse_unbound_objective(resolved.config)
     refuse_unbound_rewards(resolved.config)
@@ -44,6 +45,7 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
         resolved = resolve_run(run_dir.config, overrides)
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
+        refuse_cpu_engine(resolved.config)
         return _run(resolved, run_dir, in_job)
 
 

@@ -86,8 +86,32 @@ def check_plan(config: RunConfig) -> list[Violation]:
         found += FP8_RULES.violations(config, facts, config=config)
     if config.lora is not None:
         found += LORA_RULES.violations(config, config.lora, facts, config=config)
-    found += check_layout(Case(config.trainer, facts, config.rollout))
+    cpu = _generates_on_cpu(config)
+    found += check_layout(Case(config.trainer, facts, config.rollout, cpu))
     return found
+
+
+def refuse_cpu_engine(config: RunConfig) -> None:
+    """ConfigError where a recipe for GPUs is to run here, with vLLM's CPU build, which cannot serve
+    its model or its layout. Elsewhere only recipes without GPUs are held to the CPU build's rules.
+    """
+    if not is_cpu_engine() or _generates_on_cpu(config) or config.num_replicas == 0:
+        return
+    placement = config.placement.model_copy(update={"gpus_per_node": 0})
+    on_cpu = config.model_copy(update={"placement": placement})
+    found = check_plan(on_cpu)
+    if found:
+        problems = [f"{violation.key}: {violation.message}" for violation in found]
+        raise ConfigError(
+            "\n".join(problems),
+            where="the vLLM that is installed here is its CPU build",
+            remedy=found[0].remedy or "run it where vLLM's CUDA build is installed",
+        )
+
+
+def _generates_on_cpu(config: RunConfig) -> bool:
+    """Whether the engines of a recipe run on processors: it has no GPUs."""
+    return config.placement.gpus_per_node == 0 and is_cpu_engine()
 
 
 MODEL_RULES = RuleSet()
@@ -176,7 +200,7 @@ def checkpoint_is_of_the_preset(config: RunConfig, model: ModelFacts) -> Violati
 @MODEL_RULES.rule("cpu_head_size")
 def cpu_engine_knows_the_head_size(config: RunConfig, model: ModelFacts) -> Violation | None:
     """Latent attention takes any size: `rollout.plugin.cpu_latent_attention`."""
-    if not is_cpu_engine() or model.is_mla or model.head_dim in _CPU_HEAD_SIZES:
+    if not _generates_on_cpu(config) or model.is_mla or model.head_dim in _CPU_HEAD_SIZES:
         return None
     known = ", ".join(map(str, _CPU_HEAD_SIZES))
     return Violation(

@@ -9,6 +9,8 @@ import pytest
 from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.problems import InvalidConfigError
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan import resolve as resolving
 from grpo_megatron.plan.resolve import resolve, resolve_run
 from tests.e2e.family_models import settings_of
 from tests.plan.test_model_facts import DENSE as SMALL
@@ -145,3 +147,53 @@ def test_a_wrong_model_key_does_not_cascade():
     with pytest.raises(InvalidConfigError) as caught:
         resolve(DEMO, ["model.prest=x", "model.preset=null"])
     assert [problem.key for problem in caught.value.problems] == ["model.prest"]
+
+
+# --- engines on processors
+
+GLM_AIR = (
+    "model.preset=glm-4.5-air",
+    "trainer.num_ranks=64",
+    "trainer.tensor_parallel_size=1",
+    "trainer.pipeline_parallel_size=2",
+    "trainer.expert_parallel_size=32",
+    "trainer.last_stage_layers=null",
+    "rollout.data_parallel_size=1",
+    "rollout.expert_parallel=false",
+    "rollout.tensor_parallel_size=4",
+    "rollout.num_replicas=8",
+    "placement.trainer_nodes=8",
+    "placement.rollout_nodes=4",
+)
+
+
+@pytest.fixture
+def on_processors(monkeypatch):
+    monkeypatch.setattr(resolving, "is_cpu_engine", lambda: True)
+
+
+def test_recipes_for_gpus_obey_no_rule_of_processors(on_processors):
+    """Wherever they are planned: 10,944 / 4 is no multiple of 32."""
+    config = resolve("moe/glm-4.5", GLM_AIR).config
+    with pytest.raises(ConfigError, match="a multiple of 32 for vLLM's CPU build") as error:
+        resolving.refuse_cpu_engine(config)
+    assert "its CPU build" in str(error.value)
+
+
+def test_recipes_without_gpus_obey_them(on_processors):
+    with pytest.raises(ConfigError, match="a multiple of 32 for vLLM's CPU build"):
+        resolve("moe/glm-4.5", [*GLM_AIR, "placement.gpus_per_node=0"])
+
+
+def test_heads_that_processors_do_not_know(on_processors, tmp_path):
+    hf = load_preset("qwen3-8b").hf | {"head_dim": 120}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    overrides = ["model.preset=null", f"model.path={tmp_path}"]
+    config = resolve("dense/qwen3-8b", overrides).config
+    with pytest.raises(ConfigError, match="no attention for heads of 120"):
+        resolving.refuse_cpu_engine(config)
+
+
+def test_other_builds_refuse_nothing(monkeypatch):
+    monkeypatch.setattr(resolving, "is_cpu_engine", lambda: False)
+    resolving.refuse_cpu_engine(resolve("moe/glm-4.5", GLM_AIR).config)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.plan.engine_rules import ENGINE_RULES, is_cpu_engine
+from grpo_megatron.plan.engine_rules import ENGINE_RULES
 from grpo_megatron.plan.memory import Plan, plan_of
 from grpo_megatron.plan.model_facts import model_facts
 from grpo_megatron.plan.search import fitting, settings_of
@@ -12,8 +12,8 @@ from grpo_megatron.plan.timing.constants import Constants
 from grpo_megatron.plan.timing.lengths import Lengths
 from grpo_megatron.plan.timing.prediction import Prediction, predict_run
 
-_MOST_SPLITS = 8
-"""Of more nodes, so many splits are tried."""
+_EVEN_SPLITS = 8
+"""Of more nodes, so many splits are tried beside those of powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,23 @@ def node_splits(
 ) -> list[Split]:
     """Return splits of `nodes` that fit, fastest first, each with the trainer layout and the
     engines' tensor parallelism that make its step shortest. Of more than eight nodes, some splits
-    are left out."""
+    are left out (`split_points`)."""
     found = []
-    for trainer_nodes in split_points(nodes):
+    for trainer_nodes in split_points(nodes, config.placement.trainer_nodes):
         split = _best(config, trainer_nodes, nodes, gpus_per_node, device, constants, lengths)
         if split is not None:
             found.append(split)
     return sorted(found, key=lambda split: split.prediction.step_s)
 
 
-def split_points(nodes: int) -> list[int]:
-    """Return the numbers of trainer nodes that are tried."""
-    step = max(nodes // _MOST_SPLITS, 1)
-    return list(range(step, nodes, step))
+def split_points(nodes: int, of_recipe: int) -> list[int]:
+    """Return the numbers of trainer nodes that are tried, ascending: evenly spaced ones, powers of
+    two for either side, since layouts want such, and the recipe's own."""
+    step = max(nodes // _EVEN_SPLITS, 1)
+    points = {of_recipe, *range(step, nodes, step)}
+    for power in range(nodes.bit_length()):
+        points |= {2**power, nodes - 2**power}
+    return sorted(point for point in points if 0 < point < nodes)
 
 
 def _best(
@@ -98,20 +102,26 @@ def _best(
 def _engines(
     config: RunConfig, rollout_nodes: int, gpus_per_node: int, device: str
 ) -> Iterator[RunConfig]:
-    """Yield the recipe with engines that fill the nodes, of every size that fits."""
+    """Yield the recipe with engines that fill the nodes: of every tensor-parallel size that fits,
+    and as the recipe has them."""
     facts = model_facts(config.model)
     gpus = rollout_nodes * gpus_per_node
     sizes = {2**power for power in range(gpus_per_node.bit_length())}
-    sizes = {size for size in sizes if size <= gpus_per_node and gpus_per_node % size == 0}
-    sizes.add(config.rollout.tensor_parallel_size)
-    for size in sorted(sizes):
+    shapes = {(size, 1) for size in sizes if size <= gpus_per_node and gpus_per_node % size == 0}
+    shapes.add((config.rollout.tensor_parallel_size, config.rollout.data_parallel_size))
+    for tensor_parallel, data_parallel in sorted(shapes):
+        size = tensor_parallel * data_parallel
         replicas = min(gpus // size, config.batch.num_prompts)
         if replicas == 0 or (size > gpus_per_node and size % gpus_per_node):
             continue
         rollout = config.rollout.model_copy(
-            update={"tensor_parallel_size": size, "num_replicas": replicas, "data_parallel_size": 1}
+            update={
+                "tensor_parallel_size": tensor_parallel,
+                "data_parallel_size": data_parallel,
+                "num_replicas": replicas,
+            }
         )
-        if any(ENGINE_RULES.broken_names(rollout, facts, is_cpu_engine())):
+        if any(ENGINE_RULES.broken_names(rollout, facts, False)):  # nodes have GPUs
             continue
         placement = config.placement.model_copy(
             update={"rollout_nodes": rollout_nodes, "gpus_per_node": gpus_per_node}

@@ -14,7 +14,7 @@ from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.search import fitting
 from grpo_megatron.plan.timing import generation, prediction
 from grpo_megatron.plan.timing.constants import shipped_constants
-from grpo_megatron.plan.timing.node_split import node_splits
+from grpo_megatron.plan.timing.node_split import node_splits, split_points
 from grpo_megatron.plan.timing.prediction import LengthOptions, lengths_of, predict_run
 from grpo_megatron.plan.timing.tower import TowerAmounts
 from grpo_megatron.plan.timing.trainer import Machine, compute_seconds
@@ -148,6 +148,9 @@ def test_text_has_phases_and_what_to_enlarge(capsys):
         (["--lengths", "missing.txt"], "missing.txt"),
         (["--answer-tokens", "-1"], "--answer-tokens"),
         (["--answer-tokens", "10", "--lengths", "x"], "exclude each other"),
+        (["--answer-tokens", "nan"], "nan tokens"),
+        (["--prompt-tokens", "inf"], "inf tokens"),
+        (["--compare", "ppo", "--device", "h200"], "--compare and --device exclude each other"),
     ],
 )
 def test_wrong_arguments_are_told(capsys, arguments, message):
@@ -159,6 +162,19 @@ def test_too_few_gpus_for_a_split_are_told(capsys):
     assert main(["plan", "moe/deepseek-v3", "--search", "2x8"]) == 2
     error = capsys.readouterr().err
     assert "no split of 2x8 fits" in error and "--search " in error
+
+
+def test_splits_of_powers_of_two_and_the_own_one_are_tried():
+    assert split_points(3, 1) == [1, 2]
+    assert split_points(24, 13) == [1, 2, 3, 4, 6, 8, 9, 12, 13, 15, 16, 18, 20, 21, 22, 23]
+    assert split_points(2, 8) == [1]
+
+
+def test_engines_that_only_fit_as_the_recipe_has_them_are_split_off(capsys):
+    """Data parallel, over several nodes."""
+    assert main(["plan", "moe/deepseek-v3", "--search", "40x8", "--json"]) == 0
+    [split] = json.loads(capsys.readouterr().out)
+    assert (split["trainer_nodes"], split["rollout_nodes"]) == (32, 8)
 
 
 def test_search_finds_the_split_that_brute_force_finds():
