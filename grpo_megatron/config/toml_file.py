@@ -59,7 +59,7 @@ def read_toml(path: Path) -> TomlFile:
             remedy="save the file as UTF-8",
         ),
     ):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     try:
         return TomlFile(path, display, tomllib.loads(text), text)
     except tomllib.TOMLDecodeError as error:

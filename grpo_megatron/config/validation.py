@@ -137,7 +137,8 @@ def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
         key, value = next(iter(value.items()))
         full = (*full, key)
         suffix = f"{suffix}.{key}"
-    near = [key + suffix for key in near]
+    if suffix:  # tables have what follows, and a setting has not
+        near = [key + suffix for key in near if schema.keys_of(tuple(key.split(".")))]
     if near:
         fix = f"write {near[0]}"
     else:
@@ -209,7 +210,7 @@ def _meant(value: Any, kind: str) -> list[str]:
     text = str(value).strip()
     if kind == "bool_type":
         return nearest(text, ("true", "false"), count=1)
-    if kind == "string_type" and not isinstance(value, dict | list):
+    if kind == "string_type" and value is not None and not isinstance(value, dict | list):
         return [f'"{text}"']
     if kind not in ("int_type", "int_from_float", "float_type") or isinstance(value, bool):
         return []

@@ -8,6 +8,11 @@ from typing import Any
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import Family, family_names, family_of, tables_of
+from grpo_megatron.plan.hf_values import (
+    refuse_contradictions,
+    refuse_non_positive,
+    refuse_wrong_types,
+)
 from grpo_megatron.plan.tower import refuse_deep_blocks
 
 
@@ -20,6 +25,7 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
     family = family_of(hf.get("model_type"))
     try:
         fields = unified(hf)
+        refuse_wrong_types(fields)
         _refuse_unknown(fields, family)
         _refuse_values(fields, family)
         for name, value in family.fields.default.items():
@@ -28,6 +34,7 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         for name in family.fields.required:
             if fields.get(name) is None:
                 raise ConfigError(f"{name} is missing in the configuration of {family.name}")
+        refuse_contradictions(fields)
         fields["rope"] = rope_fields(fields, family)
         refuse_deep_blocks(fields)
         return fields | derived(fields)
@@ -194,6 +201,7 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if value is None:
             value = default
         found[name] = value
+    refuse_non_positive({**found, "rope_theta": theta})
     if given:
         raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(given)}")
     _refuse_sections(fields, found.get("mrope_section"))

@@ -107,12 +107,30 @@ def read_config(directory: Path) -> dict[str, Any]:
             remedy="download the checkpoint again",
         ),
     ):
-        written = json.loads(file.read_text(encoding="utf-8"))
+        written = json.loads(file.read_text(encoding="utf-8-sig"))
+        _refuse_no_table(written, str(file))
         config: dict[str, Any] = flattened(written)
         if "vision_config" in config:
             config["image_processor"] = _image_processor(directory)
     refuse_flat_text(written, where=str(file))
+    if config.get("vocab_size") is None:
+        raise ConfigError(
+            "vocab_size is missing", where=str(file), remedy="download the checkpoint again"
+        )
     return config
+
+
+def _refuse_no_table(written: Any, where: str) -> None:
+    tables = {"the file": written}
+    if isinstance(written, dict):
+        tables["text_config"] = written.get("text_config") or {}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{name} has {type(table).__name__}, expected a table",
+                where=where,
+                remedy="download the checkpoint again",
+            )
 
 
 def _image_processor(directory: Path) -> dict[str, Any]:

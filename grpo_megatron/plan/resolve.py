@@ -75,7 +75,7 @@ def check_plan(config: RunConfig) -> list[Violation]:
             f"{error.message} ({error.where})",
             remedy=error.remedy or "",
             rule="model_unreadable",
-            value=str(model.preset or model.path),
+            value=str(model.path or model.preset),
         )
         return [unreadable]
     found = list(MODEL_RULES.violations(config, facts, config=config))

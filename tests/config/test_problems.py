@@ -83,3 +83,17 @@ def test_the_error_survives_a_process_boundary():
     _, error = problems_of(DEMO, "sead=1")
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and copy.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "nearest"),
+    [
+        ("trianer.num_ranks=2", "trianer.num_ranks", ("trainer.num_ranks",)),
+        ("trainer.foo.bar=1", "trainer.foo.bar", ()),
+        ("trainer.parallel.tp=2", "trainer.parallel.tp", ()),
+        ("domains.0.name=null", "domains.0.name", ()),
+    ],
+)
+def test_what_is_suggested_exists(override, key, nearest):
+    problems, _ = problems_of(DEMO, override)
+    assert problems[key].nearest == nearest

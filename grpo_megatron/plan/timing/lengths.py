@@ -105,7 +105,7 @@ def read_lengths(path: Path, prompt: float, longest: int) -> Lengths:
         where=path,
         remedy="one line a sample: tokens of the answer, or of prompt and answer",
     ):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         if line.strip():

@@ -1,0 +1,122 @@
+"""Whether the values in a `config.json` can be those of a model: types, ranges, what divides what.
+
+Fields have the names that `hf_config.unified` gives them; one that is null, or not there, is left
+to its default."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_megatron.errors import ConfigError
+
+_TABLES = ("rope_scaling", "rope_parameters", "quantization_config", "vision_config")
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "decoder_sparse_step",
+)
+"""At least 1."""
+_COUNTS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "n_group",
+    "topk_group",
+)
+"""At least 0, which says of some that the model has none."""
+_POSITIVE_NUMBERS = ("rope_theta", "rms_norm_eps", "factor")
+_LISTS_OF_LAYERS = ("layer_types", "moe_layer_freq")
+
+
+def refuse_wrong_types(fields: Mapping[str, Any]) -> None:
+    """ConfigError for a table that is none, and for a size or a number that is no such or out of
+    its range."""
+    for name in _TABLES:
+        value = fields.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {value!r} is no table", remedy="write a table, or null")
+    for name in _SIZES:
+        _refuse_fewer(fields, name, 1)
+    for name in _COUNTS:
+        _refuse_fewer(fields, name, 0)
+    refuse_non_positive(fields)
+
+
+def refuse_non_positive(fields: Mapping[str, Any]) -> None:
+    """ConfigError for a number of a `config.json`, or of its table of rotary embeddings, that is
+    not above 0."""
+    for name in _POSITIVE_NUMBERS:
+        value = fields.get(name)
+        if value is None or (_is_number(value) and 0 < value < math.inf):
+            continue
+        raise ConfigError(f"{name} = {value!r} is no number above 0", remedy="correct it")
+
+
+def refuse_contradictions(fields: Mapping[str, Any]) -> None:
+    """ConfigError for sizes that do not fit each other. Their types are checked."""
+    heads = fields["num_attention_heads"]
+    kv_heads = fields.get("num_key_value_heads") or heads
+    is_latent = fields.get("kv_lora_rank") is not None  # which has no heads of keys
+    if heads % kv_heads and not is_latent:
+        raise ConfigError(
+            f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}",
+            remedy="every key-value head serves equally many attention heads",
+        )
+    num_layers = fields["num_hidden_layers"]
+    for name in _LISTS_OF_LAYERS:
+        value = fields.get(name)
+        if isinstance(value, list) and len(value) != num_layers:
+            raise ConfigError(
+                f"{name} has {len(value)} entries, and num_hidden_layers is {num_layers}",
+                remedy="it has one for each layer",
+            )
+    if fields.get("num_experts"):
+        _refuse_experts(fields, fields["num_experts"])
+
+
+def _refuse_experts(fields: Mapping[str, Any], num_experts: int) -> None:
+    chosen = fields.get("num_experts_per_tok")
+    if chosen is not None and not 1 <= chosen <= num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok = {chosen} of {num_experts} experts",
+            remedy=f"1 to {num_experts}",
+        )
+    groups = fields.get("n_group") or 1
+    if num_experts % groups:
+        raise ConfigError(
+            f"n_group = {groups} does not divide the {num_experts} experts",
+            remedy="groups of experts are of one size",
+        )
+    kept = fields.get("topk_group") or 1
+    if kept > groups:
+        raise ConfigError(
+            f"topk_group = {kept} of n_group = {groups} groups", remedy=f"1 to {groups}"
+        )
+
+
+def _refuse_fewer(fields: Mapping[str, Any], name: str, least: int) -> None:
+    value = fields.get(name)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(
+            f"{name} = {value!r} is no whole number of at least {least}", remedy="correct it"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,85 @@
+"""Values of a config.json that no model has are refused by field, value and range."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.plan.resolve import resolve
+
+MOE = "qwen3-30b-a3b"
+DENSE = "qwen3-8b"
+LATENT = "deepseek-v3"
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "message"),
+    [
+        (MOE, {"num_experts_per_tok": 1000}, "num_experts_per_tok = 1000 of 128 experts"),
+        (MOE, {"num_experts_per_tok": 0}, "num_experts_per_tok = 0 of 128 experts"),
+        (MOE, {"num_experts_per_tok": -1}, "num_experts_per_tok = -1 is no whole number"),
+        (MOE, {"num_experts_per_tok": 2.5}, "num_experts_per_tok = 2.5 is no whole number"),
+        (MOE, {"num_experts": "8"}, "num_experts = '8' is no whole number"),
+        (LATENT, {"n_group": 3}, "n_group = 3 does not divide the 256 experts"),
+        (LATENT, {"topk_group": 1000}, "topk_group = 1000 of n_group = 8"),
+        (LATENT, {"kv_lora_rank": -1}, "kv_lora_rank = -1 is no whole number"),
+        (LATENT, {"v_head_dim": 0}, "v_head_dim = 0 is no whole number"),
+        (LATENT, {"rope_scaling": "linear"}, "rope_scaling = 'linear' is no table"),
+        (LATENT, {"quantization_config": "fp8"}, "quantization_config = 'fp8' is no table"),
+        (DENSE, {"num_key_value_heads": 64}, "= 64 does not divide num_attention_heads = 32"),
+        (DENSE, {"hidden_size": 0}, "hidden_size = 0 is no whole number of at least 1"),
+        (DENSE, {"hidden_size": "8"}, "hidden_size = '8' is no whole number"),
+        (DENSE, {"num_hidden_layers": 0}, "num_hidden_layers = 0 is no whole number"),
+        (DENSE, {"num_hidden_layers": True}, "num_hidden_layers = True is no whole number"),
+        (DENSE, {"rope_theta": -1}, "rope_theta = -1 is no number above 0"),
+        (DENSE, {"rope_theta": "8"}, "rope_theta = '8' is no number above 0"),
+        (DENSE, {"rope_theta": [1]}, r"rope_theta = \[1\] is no number above 0"),
+        (DENSE, {"rms_norm_eps": -1}, "rms_norm_eps = -1 is no number above 0"),
+        (DENSE, {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries, and"),
+    ],
+)
+def test_refused_values(preset, change, message):
+    hf = {**load_preset(preset).hf, **change}
+    with pytest.raises(ConfigError, match=message) as error:
+        model_fields(hf, where="here/config.json")
+    assert "here/config.json" in str(error.value)
+
+
+@pytest.mark.parametrize("factor", [0, "x", -2])
+def test_refused_scaling(factor):
+    hf = load_preset(LATENT).hf
+    changed = {**hf, "rope_scaling": {**hf["rope_scaling"], "factor": factor}}
+    with pytest.raises(ConfigError, match=f"factor = {factor!r} is no number above 0"):
+        model_fields(changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "the file has list, expected a table"),
+        ("null", "the file has NoneType, expected a table"),
+        ('{"model_type": "qwen3", "text_config": 3}', "text_config has int, expected a table"),
+        ('{"model_type": "qwen3"}', "vocab_size is missing"),
+    ],
+)
+def test_files_of_no_model(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match=message) as error:
+        resolve("dense/qwen3-8b", ["model.preset=null", f"model.path={tmp_path}"])
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path):
+    hf = load_preset(DENSE).hf
+    (tmp_path / "config.json").write_text(json.dumps(hf), encoding="utf-8-sig")
+    assert read_config(tmp_path)["hidden_size"] == hf["hidden_size"]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('extends = "dense/qwen3-8b"\nname = "marked"\n', encoding="utf-8-sig")
+    assert resolve(recipe).config.name == "marked"
