@@ -19,7 +19,7 @@ from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.conversation import MESSAGES
-from grpo_megatron.data.dataset_answers import end_of_turn
+from grpo_megatron.data.dataset_answers import end_of_turn, refuse_bad_responses
 from grpo_megatron.data.prompt_images import ImageReader
 from grpo_megatron.data.prompt_text import PromptRenderer, messages_of, tokenizer_directory
 from grpo_megatron.data.prompts import tokenised
@@ -101,6 +101,7 @@ def _show_domain(
     say: Say,
 ) -> None:
     problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
+    refuse_bad_responses(config, domain, problems)
     say(f"domain {domain.name}, from {domain.path or domain.dataset or domain.source}")
     if tokenizer is None:
         prompts = _text_only(domain, problems)

@@ -10,6 +10,8 @@ from grpo_megatron.types import Prompt
 Message = dict[str, Any]
 MESSAGES = "messages"
 """Where a prompt's metadata has the conversation, and the name of the field in rows."""
+RESPONSES = "responses"
+"""The same of the answers that are trained, where a run trains those of its rows."""
 
 _OPENED_THOUGHT = re.compile(r"<think>\s*\Z")
 
@@ -89,6 +91,14 @@ def split_reply(messages: Sequence[Message]) -> tuple[list[Message], str | None]
     if messages[-1]["role"] != "assistant":
         return list(messages), None
     return list(messages[:-1]), messages[-1]["content"]
+
+
+def are_responses(value: object) -> bool:
+    """Whether a field holds responses that can be trained: a list of texts, or none (in CSV an
+    empty text)."""
+    if value is None or value == "":
+        return True
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def replies_of(reply: str, responses: Sequence[str] | None) -> list[str]:

@@ -1,14 +1,15 @@
 """Where the responses of a data set are trained, it answers in the place of the engines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import CHAT, ResponseTemplate
-from grpo_megatron.data.conversation import opening_of
+from grpo_megatron.data.conversation import RESPONSES, are_responses, opening_of
 from grpo_megatron.data.tokenizer import TextTokenizer
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
 
 
 class DatasetAnswers:
@@ -42,7 +43,7 @@ class DatasetAnswers:
         """Return the groups of `prompts`, in their order."""
         groups = []
         for prompt in prompts:
-            texts = prompt.metadata.get("responses") or [self._answer(prompt)]
+            texts = prompt.metadata.get(RESPONSES) or [self._answer(prompt)]
             completions = [self.completion(step, prompt, text) for text in texts]
             groups.append(RolloutGroup(prompt, tuple(completions), 0))
         return groups
@@ -50,8 +51,8 @@ class DatasetAnswers:
     def first(self, step: int, prompt: Prompt) -> Completion:
         """Return the reference answer; of a conversation, what the assistant said."""
         text = self._answer(prompt)
-        if prompt.domain in self._chat_domains and prompt.metadata.get("responses"):
-            text = prompt.metadata["responses"][0]
+        if prompt.domain in self._chat_domains and prompt.metadata.get(RESPONSES):
+            text = prompt.metadata[RESPONSES][0]
         return self.completion(step, prompt, text)
 
     def _answer(self, prompt: Prompt) -> str:
@@ -71,6 +72,37 @@ class DatasetAnswers:
         if len(tokens) > self._longest:
             finish_reason = "length"
         return unsampled(tokens[: self._longest], step, finish_reason, text)
+
+
+def refuse_bad_responses(
+    config: RunConfig, domain: DomainConfig, problems: Iterable[Problem]
+) -> None:
+    """Raise DataError, with file and line, for a row whose `responses` are no list of texts, if
+    this run trains them: elsewhere the field is the row's own."""
+    if not _trains_responses(config, domain):
+        return
+    for problem in problems:
+        value = problem.metadata.get(RESPONSES)
+        if are_responses(value):
+            continue
+        found = f"field {RESPONSES!r} is {type(value).__name__}"
+        if isinstance(value, list):
+            wrong = next(one for one in value if not isinstance(one, str))
+            found = f"field {RESPONSES!r} has a {type(wrong).__name__}"
+        raise DataError(
+            f"{found}, expected a list of texts",
+            where=problem.where or f"[[domains]] {domain.name}",
+            remedy='write "responses": ["…"], or leave it out to train the answer',
+        )
+
+
+def _trains_responses(config: RunConfig, domain: DomainConfig) -> bool:
+    if config.trains_preferences:
+        return False
+    if config.uses_dataset:
+        return True
+    is_demonstrated = config.cold_start is not None and domain.environment is None
+    return is_demonstrated and domain.template == CHAT
 
 
 def unsampled(token_ids: Sequence[int], step: int, finish_reason: str, text: str) -> Completion:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.data.dataset_answers import refuse_bad_responses
 from grpo_megatron.data.prompt_images import ImageReader, RowImage, refuse_images
 from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sources import load_problems
@@ -38,12 +39,13 @@ def load_splits(
 
     images: of a model that sees.
 
-    Prompts that leave no room for their domain's `max_new_tokens` are dropped with a warning."""
+    Prompts that leave no room for their domain's `max_new_tokens` are dropped with a warning.
+    Raises DataError for a row that cannot be read, or whose responses cannot be trained."""
     longest = config.rollout.max_model_len
     prompts = []
     for domain in config.domains:
         limit = longest - config.max_new_tokens_of(domain.name)
-        prompts += _fitting(domain, config.seed, tokenizer, limit, images)
+        prompts += _fitting(config, domain, tokenizer, limit, images)
     splits = make_splits(
         prompts, num_heldout=config.data.num_heldout, num_validation=config.data.num_validation
     )
@@ -116,13 +118,15 @@ def tokenised(
 
 
 def _fitting(
+    config: RunConfig,
     domain: DomainConfig,
-    seed: int,
     tokenizer: TextTokenizer,
     limit: int,
     images: ImageReader | None,
 ) -> list[Prompt]:
-    prompts = load_prompts(domain, seed, tokenizer, images)
+    problems = load_problems(domain, config.seed)
+    refuse_bad_responses(config, domain, problems)
+    prompts = tokenised(domain, problems, tokenizer, images)
     fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
     if len(fitting) < len(prompts):
         longest = max(len(prompt.token_ids) for prompt in prompts)

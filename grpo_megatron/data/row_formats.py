@@ -17,7 +17,9 @@ from grpo_megatron.config.suggest import nearest
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.conversation import (
     MESSAGES,
+    RESPONSES,
     Message,
+    are_responses,
     is_conversation,
     last_question,
     read_conversation,
@@ -130,8 +132,9 @@ def _of_conversation(
     metadata = dict(fields)
     del metadata[field]
     metadata[MESSAGES] = conversation
-    if reply is not None:
-        metadata["responses"] = replies_of(reply, fields.get("responses"))
+    responses = fields.get(RESPONSES)
+    if reply is not None and are_responses(responses):  # else it is something of the row's own
+        metadata[RESPONSES] = replies_of(reply, responses)
     answer = reply
     if reply is None or fields.get(domain.answer_field) is not None:
         answer = text_of(where, fields, domain.answer_field, "answer_field")

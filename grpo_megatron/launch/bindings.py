@@ -9,6 +9,7 @@ from grpo_megatron.config.secret_values import from_environment, with_secrets
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.controller.recorded_pairs import refuse_no_recording
 from grpo_megatron.data.chat_template import read_chat_template
+from grpo_megatron.data.dataset_answers import refuse_bad_responses
 from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferences
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import first_problem
@@ -125,6 +126,7 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
                 problem = next(iter(read_preferences(domain, config.preferences))).problem
             else:
                 problem = first_problem(domain, config.seed)
+                refuse_bad_responses(config, domain, [problem])
             if domain.template != CHAT:
                 PromptRenderer(domain, None).render(problem)
             elif directory is not None:

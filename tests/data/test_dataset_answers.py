@@ -7,11 +7,13 @@ import json
 
 import pytest
 
-from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.controller.rejection import _row
-from grpo_megatron.data.dataset_answers import DatasetAnswers
-from grpo_megatron.data.prompts import load_prompts
+from grpo_megatron.data.dataset_answers import DatasetAnswers, refuse_bad_responses
+from grpo_megatron.data.prompts import load_prompts, load_splits
+from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.errors import DataError
 from tests.data.chat_templates import write_tokenizer
 
 REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
@@ -136,3 +138,73 @@ def test_rows_of_plain_templates_have_no_messages(tmp_path, tokenizers):
     row = {"question": "2 + 3?", "answer": "5"}
     domain, [prompt] = prompts_of(tmp_path, tokenizers["qwen"], row, template="{question}")
     assert set(_row(prompt, ["5"], domain)) == {"question", "answer", "domain", "responses"}
+
+
+# --- responses that are no texts
+
+
+def recipe_of(tmp_path, rows, *, template="{question}", **fields) -> RunConfig:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    domain = {"name": "sums", "source": "file", "path": str(file), "template": template}
+    fields = {"kind": "sft", "data": {"num_validation": 0, "num_heldout": 0}, **fields}
+    if fields["kind"] != "sft":
+        domain["rewards"] = [{"function": REWARDS[0]["function"]}]
+    return RunConfig.model_validate(
+        {"name": "case", "model": {"preset": "tiny-qwen3-moe"}, "domains": [domain], **fields}
+    )
+
+
+def check(config: RunConfig) -> list[object]:
+    [domain] = config.domains
+    problems = load_problems(domain, 0)
+    refuse_bad_responses(config, domain, problems)
+    return [problem.metadata.get("responses") for problem in problems]
+
+
+PLAIN_ROW = {"question": "1 + 2?", "answer": "3"}
+CHAT_ROW = {"messages": [USER, REPLY]}
+NOT_TEXTS = ["1234", [3], ["3", None], {"text": "3"}, 3]
+
+
+@pytest.mark.parametrize("row", [PLAIN_ROW, CHAT_ROW], ids=["plain", "chat"])
+@pytest.mark.parametrize("responses", NOT_TEXTS, ids=str)
+def test_responses_that_are_no_texts_are_refused_with_their_line(tmp_path, row, responses):
+    rows = [row, {**row, "responses": responses}]
+    config = recipe_of(tmp_path, rows, template="chat" if row is CHAT_ROW else "{question}")
+    with pytest.raises(DataError, match="expected a list of texts") as caught:
+        check(config)
+    assert caught.value.where.endswith("rows.jsonl:2")
+
+
+def test_a_supervised_run_reads_its_responses_first(tmp_path, tokenizers):
+    config = recipe_of(tmp_path, [PLAIN_ROW, {**PLAIN_ROW, "responses": "1234"}])
+    with pytest.raises(DataError, match="expected a list of texts"):
+        load_splits(config, tokenizers["qwen"])
+
+
+@pytest.mark.parametrize("responses", [None, [], ""])
+def test_a_row_without_responses_trains_its_answer(tmp_path, tokenizers, responses):
+    config = recipe_of(tmp_path, [{**PLAIN_ROW, "responses": responses}])
+    assert check(config) == [responses]
+    [prompt] = load_splits(config, tokenizers["qwen"]).train["sums"]
+    answers = DatasetAnswers(config.domains, tokenizers["qwen"], LONGEST)
+    [group] = asyncio.run(answers.rollouts(0, [prompt]))
+    assert [completion.text for completion in group.completions] == ["3"]
+
+
+@pytest.mark.parametrize("row", [PLAIN_ROW, CHAT_ROW], ids=["plain", "chat"])
+@pytest.mark.parametrize("responses", NOT_TEXTS, ids=str)
+def test_where_no_responses_are_trained_the_field_is_the_rows_own(tmp_path, row, responses):
+    template = "chat" if row is CHAT_ROW else "{question}"
+    rows = [{**row, "responses": responses}]
+    assert check(recipe_of(tmp_path, rows, template=template, kind="rl")) == [responses]
+
+
+def test_a_cold_start_reads_responses_of_conversations(tmp_path):
+    rows = [{**CHAT_ROW, "responses": [3]}]
+    config = recipe_of(tmp_path, rows, template="chat", kind="rl", cold_start={})
+    with pytest.raises(DataError, match="expected a list of texts"):
+        check(config)
+    rows = [{**PLAIN_ROW, "responses": [3]}]
+    assert check(recipe_of(tmp_path, rows, kind="rl", cold_start={})) == [[3]]
