@@ -2,6 +2,8 @@
 a label, in the formats of TRL (https://huggingface.co/docs/trl/dataset_formats) and of data sets on
 the Hugging Face hub."""
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,8 @@ COMPLETION = "completion"
 LABEL = "label"
 MARGIN = "margin"
 _ANSWERS = (CHOSEN, REJECTED, COMPLETION)
+_LABELS = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
+"""As CSV has them, in small letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +94,40 @@ def _of_label(
             remedy='set preferences.loss = "kto", or give rows "chosen" and "rejected"',
         )
     answer, conversation = _answer(where, fields, COMPLETION, domain)
-    label = fields.get(LABEL)
-    is_label = isinstance(label, bool) or (isinstance(label, int) and label in (0, 1))
-    if not is_label:
-        raise DataError(
-            f"{LABEL!r} is {label!r}, expected true or false",
-            where=where,
-            remedy="true says that the answer is desirable",
-        )
-    assert label is not None
+    label = _label(where, fields)
     problem = problem_of(where, fields, domain, conversation)
-    return PreferenceRow(problem, (answer,), (float(label),))
+    return PreferenceRow(problem, (answer,), (label,))
+
+
+def _label(where: str, fields: Mapping[str, Any]) -> float:
+    label = fields.get(LABEL)
+    if isinstance(label, str) and label.strip().lower() in _LABELS:
+        return _LABELS[label.strip().lower()]
+    if isinstance(label, bool | int | float) and label in (0, 1):
+        return float(label)
+    raise DataError(
+        f"{LABEL!r} is {label!r}, expected true or false",
+        where=where,
+        remedy="true says that the answer is desirable",
+    )
 
 
 def _margin(where: str, fields: Mapping[str, Any]) -> float:
     margin = fields.get(MARGIN)
-    if margin is None:
+    if margin is None or (isinstance(margin, str) and not margin.strip()):  # CSV has no null
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
+    number = math.nan
+    if isinstance(margin, str | int | float) and not isinstance(margin, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(margin)
+    if not math.isfinite(number):
         raise DataError(
-            f"{MARGIN!r} is {type(margin).__name__}, expected a number",
+            f"{MARGIN!r} is {margin!r}, expected a finite number",
             where=where,
-            remedy="it says by how much the chosen answer is better",
+            remedy="it says by how much the chosen answer is better; leave it out where that is "
+            "unknown",
         )
-    return float(margin)
+    return number
 
 
 def _answer(

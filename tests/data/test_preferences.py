@@ -10,7 +10,11 @@ import pytest
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.preference_rows import preference_of
-from grpo_megatron.data.preferences import load_preferences, refuse_bad_preferences
+from grpo_megatron.data.preferences import (
+    load_preferences,
+    read_preferences,
+    refuse_bad_preferences,
+)
 from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import DataError
@@ -72,7 +76,6 @@ def test_labels_and_pairs_that_become_labels():
         ({"chosen": [USER], "rejected": [USER, TWO]}, "last message of 'chosen'"),
         ({"chosen": [USER, TWO], "rejected": [USER, TWO, USER, TWO]}, "differ before"),
         ({"prompt": "x", "completion": "2", "label": True}, "compares two answers"),
-        ({"prompt": "x", "chosen": "2", "rejected": "3", "margin": "big"}, "'margin' is str"),
     ],
 )
 def test_refused_rows(fields, message):
@@ -81,7 +84,42 @@ def test_refused_rows(fields, message):
     assert "rows:1" in str(error.value)
 
 
-@pytest.mark.parametrize("label", ["true", None, 2, 0.5])
+@pytest.mark.parametrize("margin", ["big", True, math.nan, -math.inf, "nan", "1e400", 10**400])
+def test_refused_margins(margin):
+    fields = {"prompt": "x", "chosen": "2", "rejected": "3", "margin": margin}
+    with pytest.raises(DataError, match=f"'margin' is {margin!r}, expected a finite") as caught:
+        read(fields)
+    assert caught.value.where == "rows:1"
+
+
+def test_a_margin_that_json_has_no_number_for_is_refused_with_its_line(tmp_path):
+    path = write(tmp_path, [*pairs(1), {**pairs(1)[0], "margin": math.inf}])
+    with pytest.raises(DataError, match=r"rows.jsonl:2"):
+        refuse_bad_preferences(recipe(path))
+
+
+@pytest.mark.parametrize(
+    ("label", "number"),
+    [("true", 1), ("False", 0), ("TRUE", 1), ("1", 1), ("0", 0), ("1.0", 1), (1.0, 1), (0.0, 0)],
+)
+def test_labels_as_tables_write_them(label, number):
+    row = read({"prompt": "x", "completion": "2", "label": label}, is_paired=False)
+    assert row.labels == (number,)
+
+
+def test_margins_and_labels_of_csv(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,chosen,rejected,margin\n1+1,2,3,1.5\n1+2,3,4,\n1+3,4,5,-2\n")
+    config = recipe(path)
+    rows = read_preferences(config.domains[0], config.preferences)
+    assert [row.margin for row in rows] == [1.5, 0.0, -2.0]
+    path.write_text("prompt,completion,label\n1+1,2,True\n1+2,4,false\n")
+    config = recipe(path, preferences={"loss": "kto"})
+    rows = read_preferences(config.domains[0], config.preferences)
+    assert [row.labels for row in rows] == [(1.0,), (0.0,)]
+
+
+@pytest.mark.parametrize("label", ["yes", "", None, 2, 0.5, math.nan, "0.5", [1]])
 def test_refused_labels(label):
     with pytest.raises(DataError, match="expected true or false"):
         read({"prompt": "x", "completion": "2", "label": label}, is_paired=False)
