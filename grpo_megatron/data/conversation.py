@@ -30,9 +30,7 @@ def read_conversation(value: Any, *, where: str, field: str) -> list[Message]:
     Fields without a value are left out: Parquet has them in every message that lacks them. Parts
     `{"type": "text", "text": …}` are put together; other parts are refused."""
     if isinstance(value, Mapping):  # a sequence of tables, as older data sets store it
-        names = list(value)
-        rows = zip(*value.values(), strict=True)
-        value = [dict(zip(names, row, strict=True)) for row in rows]
+        value = _rows_of(value, where, field)
     messages = []
     for number, raw in enumerate(value, start=1):
         place = f"{where}, field {field!r}, message {number}"
@@ -49,6 +47,27 @@ def read_conversation(value: Any, *, where: str, field: str) -> list[Message]:
             remedy='a conversation is a list of {"role": "user", "content": "…"}',
         )
     return messages
+
+
+def _rows_of(table: Mapping[str, Any], where: str, field: str) -> list[Message]:
+    """Return a table of lists as a list of tables; columns without a value are left out."""
+    columns = {name: column for name, column in table.items() if column is not None}
+    if not all(isinstance(column, list) for column in columns.values()):
+        raise DataError(
+            f"field {field!r} is one message, expected a list of messages",
+            where=where,
+            remedy=f'put it in a list: "{field}": [{{"role": "…", "content": "…"}}]',
+        )
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{length} of {name!r}" for name, length in lengths.items())
+        raise DataError(
+            f"field {field!r} has lists of different lengths: {told}",
+            where=where,
+            remedy="give every message one value of each",
+        )
+    rows = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _message(raw: Mapping[str, Any], place: str) -> Message:

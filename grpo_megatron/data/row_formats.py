@@ -6,6 +6,7 @@ import binascii
 import hashlib
 import io
 import json
+import math
 import pickle
 import re
 import zlib
@@ -51,14 +52,20 @@ def problem_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> P
 
 
 def text_of(where: str, fields: Mapping[str, Any], name: str, setting: str) -> str:
-    """Return the text or number in a field. Raises DataError where there is none. setting: what
-    names the field in the recipe."""
+    """Return the text or finite number in a field. Raises DataError where there is none. setting:
+    what names the field in the recipe."""
     if name not in fields:
         raise _no_field(where, fields, name, setting)
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(
             f"field {name!r} is {type(value).__name__}, expected text or a number", where=where
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(
+            f"field {name!r} is {value}, expected text or a finite number",
+            where=where,
+            remedy="write it as text, or leave the row out",
         )
     return str(value)
 

@@ -93,6 +93,19 @@ def test_responses_get_the_beginning_that_their_prompt_had():
     assert found.metadata["responses"] == [REPLY["content"], "<think>\nit is 5</think>5"]
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (USER, "is one message, expected a list of messages"),
+        ({"role": "abcd", "content": "user"}, "is one message, expected a list of messages"),
+        ({"role": ["user"], "content": ["a", "b"]}, "has lists of different lengths: 1 of 'role'"),
+    ],
+)
+def test_a_table_that_is_no_conversation_is_refused(value, words):
+    error = refused({"messages": value, "answer": "5"}, template="chat")
+    assert f"field 'messages' {words}" in error.message
+
+
 def test_a_conversation_without_an_answer_is_refused():
     assert "no field 'answer'" in str(refused({"messages": [USER]}, template="chat"))
 
