@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,15 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]
 _SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 _LONGEST_CSV_FIELD = 1 << 28
+_WRONG_SEPARATORS = {";": "semicolons", "\t": "tabs"}
+_JSON_KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+}
 _ABSENT = "it must be where the controller runs, also in a container"
 
 
@@ -31,7 +40,13 @@ def read_rows(path: Path, split: str | None = None) -> Rows:
 def data_files(path: Path, split: str | None = None) -> list[Path]:
     """Return the files that are read for `path`. Of a folder, and all below it, those of the first
     kind that it has: Parquet, JSONL, JSON, CSV. Raises DataError where there is none, where several
-    splits would be mixed, or a shard is missing."""
+    splits would be mixed, a shard is missing, or a split of a single file is asked for."""
+    if split is not None and path.is_file():
+        raise DataError(
+            f"the split {split!r} chooses files of a folder, and this is one file",
+            where=str(path),
+            remedy="set path to the folder, or leave arguments.split out",
+        )
     if not path.is_dir():
         if path.suffix not in _READERS:
             raise DataError(
@@ -163,26 +178,50 @@ def _json_rows(path: Path) -> Rows:
         rows = json.loads(content)
     if isinstance(rows, dict):
         rows = [rows]
+    if not isinstance(rows, list):
+        raise DataError(f"found {_JSON_KINDS[type(rows)]}", where=str(path), remedy=remedy)
     for number, fields in enumerate(rows, start=1):
         where = f"{path}:row {number}"
         if not isinstance(fields, dict):
-            raise DataError(f"found {type(fields).__name__}", where=where, remedy=remedy)
+            raise DataError(f"found {_JSON_KINDS[type(fields)]}", where=where, remedy=remedy)
         yield where, fields
 
 
 def _csv_rows(path: Path) -> Rows:
-    """The first line has the names of the fields."""
+    """The first line has the names of the fields, once each, with commas between them."""
     csv.field_size_limit(_LONGEST_CSV_FIELD)
     with (
         raised_as(DataError, "unreadable", OSError, where=path, remedy=_ABSENT),
         raised_as(DataError, "not a CSV file", (csv.Error, UnicodeDecodeError), where=path),
         path.open(encoding="utf-8-sig", newline="") as file,
     ):
-        for number, fields in enumerate(csv.DictReader(file), start=1):
+        reader = csv.DictReader(file)
+        _refuse_bad_columns(path, list(reader.fieldnames or ()))
+        for number, fields in enumerate(reader, start=1):
             where = f"{path}:row {number}"
             if None in fields or None in fields.values():
                 raise DataError("the row has other columns than the first line", where=where)
             yield where, fields
+
+
+def _refuse_bad_columns(path: Path, names: Sequence[str]) -> None:
+    """Raise DataError for a column that would hide another, or a line that was not taken apart."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"the first line has the column {repeated[0]!r} several times",
+            where=f"{path}:1",
+            remedy="rename or remove all but one of them",
+        )
+    if len(names) != 1:
+        return
+    for mark, words in _WRONG_SEPARATORS.items():
+        if mark in names[0]:
+            raise DataError(
+                f"the first line is one column, {names[0]!r}, with {words} in it",
+                where=f"{path}:1",
+                remedy="the separator must be a comma: convert the file, or use .jsonl",
+            )
 
 
 _READERS: dict[str, Callable[[Path], Rows]] = {

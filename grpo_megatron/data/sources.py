@@ -39,7 +39,8 @@ def iterate_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
 
 
 def known_arguments(domain: DomainConfig, known: Sequence[str]) -> Mapping[str, Any]:
-    """Return the arguments of a file domain. Raises DataError for one that is not `known`."""
+    """Return the arguments of a file domain. Raises DataError for one that is not `known`, or is no
+    text."""
     unknown = [key for key in domain.arguments if key not in known]
     if unknown:
         raise DataError(
@@ -47,6 +48,13 @@ def known_arguments(domain: DomainConfig, known: Sequence[str]) -> Mapping[str, 
             where=f"[[domains]] {domain.name}",
             remedy=f"known: {', '.join(known)}",
         )
+    for key, value in domain.arguments.items():
+        if not isinstance(value, str) or not value:
+            raise DataError(
+                f"the argument is {value!r}, expected a text that is not empty",
+                where=f"[[domains]] {domain.name}, arguments.{key}",
+                remedy="correct it, or leave it out",
+            )
     return domain.arguments
 
 

@@ -166,6 +166,10 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
         key = f"domains.{number}"
         if number in stand_ins.data:
             changes.set(f"{key}.path", str(stand_ins.data[number]), "made-up rows: no such file")
+            if "split" in domain.arguments:
+                arguments = dict(domain.arguments)
+                del arguments["split"]
+                changes.set(f"{key}.arguments", arguments, "made-up rows are one file")
         if number in stand_ins.corpora:
             corpus = str(stand_ins.corpora[number])
             why_corpus = "made-up documents: no such file"

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from grpo_megatron.config.preferences import PreferencesConfig
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.preference_rows import preference_of
 from grpo_megatron.data.preferences import (
@@ -73,6 +74,9 @@ def test_labels_and_pairs_that_become_labels():
         ({"chosen": "2", "rejected": "3"}, "no field"),
         ({"prompt": " ", "chosen": "2", "rejected": "3"}, "is empty"),
         ({"prompt": "x", "chosen": 2, "rejected": "3"}, "'chosen' is int"),
+        ({"chosen": TWO, "rejected": THREE}, "'chosen' is one message, expected a list of mess"),
+        ({"prompt": "x", "chosen": "2", "rejected": THREE}, "'rejected' is one message"),
+        ({"prompt": USER, "chosen": "2", "rejected": "3"}, "'prompt' is one message"),
         ({"chosen": [USER], "rejected": [USER, TWO]}, "last message of 'chosen'"),
         ({"chosen": [USER, TWO], "rejected": [USER, TWO, USER, TWO]}, "differ before"),
         ({"prompt": "x", "completion": "2", "label": True}, "compares two answers"),
@@ -128,6 +132,14 @@ def test_refused_labels(label):
 def test_conversations_need_the_chat_template():
     with pytest.raises(DataError, match="no template of one question"):
         read({"chosen": [USER, TWO], "rejected": [USER, THREE]}, PLAIN)
+
+
+@pytest.mark.parametrize("key", ["domain_field", "split"])
+def test_arguments_are_texts(key):
+    domain = PLAIN.model_copy(update={"arguments": {key: ["train"]}})
+    with pytest.raises(DataError, match="expected a text that is not empty") as caught:
+        list(read_preferences(domain, PreferencesConfig()))
+    assert caught.value.where == f"[[domains]] d, arguments.{key}"
 
 
 # --- whole files

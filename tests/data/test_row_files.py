@@ -103,8 +103,26 @@ def test_a_list_of_objects_is_rows(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     assert questions(tmp_path / "rows.json") == ["1+1", "2*3", "9-1"]
     (tmp_path / "rows.json").write_text('[{"question": "q", "answer": "a"}, 3]')
-    with pytest.raises(DataError, match=r"(?s)found int.*rows.json:row 2"):
+    with pytest.raises(DataError, match=r"(?s)found a number.*rows.json:row 2"):
         questions(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("5", "a number"),
+        ("1.5", "a number"),
+        ("null", "null"),
+        ('"abc"', "a text"),
+        ("true", "true or false"),
+    ],
+)
+def test_a_json_file_of_something_else_is_refused(tmp_path, content, found):
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(DataError, match=f"found {found}") as caught:
+        questions(tmp_path / "rows.json")
+    assert caught.value.where == str(tmp_path / "rows.json")
+    assert "a list of objects" in caught.value.remedy
 
 
 def test_csv_has_quoted_fields_and_a_header(tmp_path):
@@ -114,6 +132,32 @@ def test_csv_has_quoted_fields_and_a_header(tmp_path):
     file.write_text("question,answer\n2*3\n")
     with pytest.raises(DataError, match=r"(?s)other columns.*rows.csv:row 1"):
         questions(file)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ("question,answer,answer", ["'answer' several times", "rename"]),
+        ("question;answer", ["'question;answer'", "semicolons", "must be a comma"]),
+        ("question\tanswer", ["tabs", "must be a comma"]),
+    ],
+)
+def test_bad_headers_of_csv_are_refused(tmp_path, header, words):
+    file = tmp_path / "rows.csv"
+    file.write_text(f"{header}\n2*3,6,7\n")
+    with pytest.raises(DataError) as caught:
+        questions(file)
+    assert caught.value.where == f"{file}:1"
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_split_of_a_single_file_is_refused(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1+1", "answer": "2"}\n')
+    with pytest.raises(DataError, match="this is one file") as caught:
+        questions(file, arguments={"split": "train"})
+    assert "arguments.split" in caught.value.remedy
 
 
 def test_lists_and_tables_of_parquet_are_conversations(tmp_path):

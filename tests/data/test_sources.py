@@ -98,6 +98,9 @@ def test_the_answer_after_a_marker(tmp_path):
         (b'{"question": "q", "anwser": "a"}\n', [":1", "did you mean 'anwser'"]),
         (b'{"question": "q", "answer": null}\n', [":1", "'answer' is NoneType"]),
         (b'{"question": "q", "answer": true}\n', ["'answer' is bool"]),
+        (b'{"question": "q", "answer": NaN}\n', [":1", "'answer' is nan", "as text"]),
+        (b'{"question": "q", "answer": 1e400}\n', [":1", "'answer' is inf"]),
+        (b'{"problem": "q", "answer": -Infinity}\n', [":1", "'answer' is -inf"]),
         (b'{"question": " ", "answer": "a"}\n', [":1", "'question' is empty"]),
         (b'{"question": "\xff", "answer": "a"}\n', [":1", "not a JSON object"]),
         (b"", ["no problems", "empty"]),
@@ -129,6 +132,27 @@ def test_bad_files(tmp_path):
         load_problems(file(path, arguments={"domain": "x"}), 0)
     with pytest.raises(DataError, match="'topic' equal to 'algebra'"):
         load_problems(file(path, name="algebra", arguments={"domain_field": "topic"}), 0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"answer_after": 3},
+        {"answer_after": ""},
+        {"domain_field": 3},
+        {"domain_field": ["a"]},
+        {"split": ["train"]},
+        {"split": ""},
+    ],
+    ids=str,
+)
+def test_arguments_of_files_are_texts(tmp_path, arguments):
+    [(key, value)] = arguments.items()
+    domain = file(write(tmp_path, ROWS, ".jsonl"), arguments=arguments)
+    with pytest.raises(DataError, match="expected a text that is not empty") as caught:
+        load_problems(domain, 0)
+    assert caught.value.where == f"[[domains]] sums, arguments.{key}"
+    assert repr(value) in caught.value.message
 
 
 PROBLEM = Problem("What is 37 + 48?", "85", {"expression": "37 + 48"})

@@ -143,6 +143,13 @@ def test_made_up_rows_are_read_as_the_recipe_reads_its_own(name, tmp_path):
     assert len(set(asked)) == len(asked)  # domains with equal templates have prompts of their own
 
 
+def test_made_up_rows_of_a_folder_have_no_splits(tmp_path):
+    arguments = '{ split = "train", answer_after = "####" }'
+    settings = ["domains.0.path=data/gsm8k", f"domains.0.arguments={arguments}"]
+    _, after = scaled("stages/tulu3-8b-rlvr", tmp_path, *settings)
+    assert after.domains[0].arguments == {"answer_after": "####"}
+
+
 @pytest.mark.parametrize("name", [n for n in preset_names() if load_preset(n).checkpoint])
 @pytest.mark.parametrize("num_layers", [4, 5])
 def test_a_tiny_model_keeps_the_parts_of_its_family(name, num_layers):
