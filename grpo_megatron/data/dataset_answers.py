@@ -78,7 +78,7 @@ def refuse_bad_responses(
     config: RunConfig, domain: DomainConfig, problems: Iterable[Problem]
 ) -> None:
     """Raise DataError, with file and line, for a row whose `responses` are no list of texts, if
-    this run trains them: elsewhere the field is the row's own."""
+    this run trains them: elsewhere the field is the row's own, and no problem is looked at."""
     if not _trains_responses(config, domain):
         return
     for problem in problems:
@@ -97,7 +97,7 @@ def refuse_bad_responses(
 
 
 def _trains_responses(config: RunConfig, domain: DomainConfig) -> bool:
-    if config.trains_preferences:
+    if config.trains_preferences or domain.source != "file":
         return False
     if config.uses_dataset:
         return True

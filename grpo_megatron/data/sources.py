@@ -23,11 +23,6 @@ def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
     return list(iterate_problems(domain, seed))
 
 
-def first_problem(domain: DomainConfig, seed: int) -> Problem:
-    """Return the problem with which `load_problems` begins; nothing after it is read."""
-    return next(iterate_problems(domain, seed))
-
-
 def iterate_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
     """Yield the problems of one domain, one after the other: nothing is read ahead."""
     where = f"[[domains]] {domain.name}"

@@ -2,6 +2,7 @@
 start or a job waits in a queue."""
 
 import contextlib
+import itertools
 
 from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import RunConfig
@@ -12,7 +13,7 @@ from grpo_megatron.data.chat_template import read_chat_template
 from grpo_megatron.data.dataset_answers import refuse_bad_responses
 from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferences
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
-from grpo_megatron.data.sources import first_problem
+from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.step_rows import step_token_id
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.tool_calls import AUTO, FORMATS
@@ -105,12 +106,13 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
     """Read the first problem of every domain and render its prompt; files that do not exist (yet)
     are left to `refuse_missing`.
 
-    Of preferences every row is read.
+    Of preferences, and where responses of rows are trained, every row is read.
 
     Raises DataError as the controller would: a row without a field, a template that asks for
-    metadata that the problem does not have, an unknown data set, a chat template that is not there
-    or refuses the conversation, a mark of steps that is no token. Chat templates and tokenizers of
-    checkpoints that are not on this machine are left to the controller."""
+    metadata that the problem does not have, responses that are no texts, an unknown data set, a
+    chat template that is not there or refuses the conversation, a mark of steps that is no token.
+    Chat templates and tokenizers of checkpoints that are not on this machine are left to the
+    controller."""
     if config.trains_preferences:
         refuse_bad_preferences(config)
     with tokenizer_directory(config.model) as directory:
@@ -125,8 +127,9 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
             if config.trains_preferences:
                 problem = next(iter(read_preferences(domain, config.preferences))).problem
             else:
-                problem = first_problem(domain, config.seed)
-                refuse_bad_responses(config, domain, [problem])
+                problems = iterate_problems(domain, config.seed)
+                problem = next(problems)
+                refuse_bad_responses(config, domain, itertools.chain([problem], problems))
             if domain.template != CHAT:
                 PromptRenderer(domain, None).render(problem)
             elif directory is not None:

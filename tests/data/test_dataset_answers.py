@@ -14,6 +14,7 @@ from grpo_megatron.data.prompts import load_prompts, load_splits
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import DataError
+from grpo_megatron.launch.bindings import refuse_unreadable_problems
 from tests.data.chat_templates import write_tokenizer
 
 REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
@@ -181,6 +182,12 @@ def test_a_supervised_run_reads_its_responses_first(tmp_path, tokenizers):
     config = recipe_of(tmp_path, [PLAIN_ROW, {**PLAIN_ROW, "responses": "1234"}])
     with pytest.raises(DataError, match="expected a list of texts"):
         load_splits(config, tokenizers["qwen"])
+
+
+def test_bad_responses_far_down_are_found_before_anything_starts(tmp_path):
+    rows = [*[PLAIN_ROW] * 50, {**PLAIN_ROW, "responses": "1234"}]
+    with pytest.raises(DataError, match=r"rows.jsonl:51"):
+        refuse_unreadable_problems(recipe_of(tmp_path, rows))
 
 
 @pytest.mark.parametrize("responses", [None, [], ""])
