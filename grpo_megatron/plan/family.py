@@ -127,7 +127,8 @@ def family_of(model_type: str | None) -> Family:
     cannot compute it."""
     known = family_names()
     if model_type not in known:
-        near = nearest(str(model_type), known) or known
+        computed = [name for name in known if not tables_of(name).get("lacks")]
+        near = nearest(str(model_type), computed) or computed
         raise ConfigError(
             f"model_type {model_type!r} is not supported",
             where="config.json",

@@ -60,13 +60,24 @@ def _with_nearest(case: Case, violation: Violation) -> Violation:
     return replace(violation, nearest=found)
 
 
+def _largest_size(case: Case) -> int:
+    """Return a bound of what a valid layout has of anything but ranks."""
+    facts = case.facts
+    return max(case.trainer.num_ranks, facts.num_layers, facts.num_experts, facts.num_heads, 64)
+
+
 def _search(
     case: Case, violation: Violation, accepts: Callable[[set[str]], bool]
 ) -> tuple[int, ...]:
     """Return the closest accepted value below and the closest above, closest first."""
     value = violation.value
     table, name = violation.key.split(".")
-    reach = max(value, case.trainer.num_ranks, 64)
+    below = value - 1
+    above = value + max(value, case.trainer.num_ranks, 64)
+    largest = _largest_size(case)
+    if name != "num_ranks" and value > largest:  # no layout has more of anything
+        below = largest
+        above = value
 
     def is_accepted(size: int) -> bool:
         layout = getattr(case, table).model_copy(update={name: size})
@@ -74,7 +85,7 @@ def _search(
         return accepts(_broken_rules(changed))
 
     found = []
-    for sizes in (range(value - 1, 0, -1), range(value + 1, value + reach + 1)):
+    for sizes in (range(below, 0, -1), range(value + 1, above + 1)):
         closest = next((size for size in sizes if is_accepted(size)), None)
         if closest is not None:
             found.append(closest)

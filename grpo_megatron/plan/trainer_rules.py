@@ -314,10 +314,17 @@ def given_stages_leave_equal_ones(trainer: TrainerConfig, model: ModelFacts) -> 
     layers, stages = _inner_layers(trainer, model)
     first_given = next(iter(given))
     without_stages = trainer.pipeline_parallel_size < 2
+    problem = (
+        f"of the model's {model.num_layers} layers, {layers} are left for {stages} other pipeline "
+        "stages and must be divisible by them"
+    )
+    if layers < 0:
+        problem = f"the model has {model.num_layers} layers only"
+    elif stages == 0:
+        problem = f"there is no other pipeline stage for the other {layers} layers"
     return Violation(
         f"trainer.{first_given}",
-        f"of the model's {model.num_layers} layers, {layers} are left for {stages} other pipeline "
-        "stages and must be divisible by them",
+        problem,
         remedy=f"remove trainer.{first_given}" if without_stages else "",
         related=("trainer.pipeline_parallel_size",),
     )

@@ -115,6 +115,12 @@ def test_every_family_goes_through_the_engine():
     assert trained == kept == set(OTHERS)
 
 
+def test_an_unknown_family_is_told_those_that_are_computed():
+    with pytest.raises(ConfigError, match="model_type 'zebra' is not supported") as error:
+        family_of("zebra")
+    assert "qwen3_moe" in error.value.remedy and "gpt_oss" not in error.value.remedy
+
+
 @pytest.mark.parametrize(
     "name", [n for n in SHAPES if SHAPES[n]["model_type"] in FAMILIES + SEEING]
 )

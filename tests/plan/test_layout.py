@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan import layout
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf
 
@@ -269,3 +270,18 @@ def test_nearest_values_keep_the_rule(sizes):
             changed = trainer(**sizes).model_copy(update={name: value})
             again = check_layout(Case(changed, MOE, cpu=True))
             assert violation.rule not in [other.rule for other in again]
+
+
+@pytest.mark.parametrize("name", ["ep", "pp"])
+def test_sizes_beyond_any_layout_are_answered_without_trying_all(monkeypatch, name):
+    tried = []
+    broken_rules = layout._broken_rules
+    monkeypatch.setattr(layout, "_broken_rules", lambda case: tried.append(1) or broken_rules(case))
+    found = check(ranks=8, **{name: 10**6})
+    assert found and len(tried) < 10_000
+
+
+def test_more_layers_in_a_stage_than_the_model_has():
+    layers = TrainerConfig(num_ranks=8, pipeline_parallel_size=2, first_stage_layers=1000)
+    found = check_layout(Case(layers, MOE))
+    assert any("layers only" in violation.message for violation in found)
