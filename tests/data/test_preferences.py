@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pytest
 
 from grpo_megatron.config.preferences import PreferencesConfig
-from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.data.preference_rows import preference_of
 from grpo_megatron.data.preferences import (
     load_preferences,
@@ -19,6 +18,7 @@ from grpo_megatron.data.preferences import (
 from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import DataError
+from tests.data.preference_files import recipe, write
 
 USER = {"role": "user", "content": "1 + 1?"}
 TWO = {"role": "assistant", "content": "2"}
@@ -149,24 +149,6 @@ def test_arguments_are_texts(key):
 def tokenizer():
     with tokenizer_directory(recipe("x").model) as directory:
         return load_tokenizer(directory)
-
-
-def recipe(path, **changes) -> RunConfig:
-    values = {
-        "name": "case",
-        "kind": "preferences",
-        "model": {"preset": "tiny-qwen3-moe"},
-        "domains": [{"name": "sums", "source": "file", "path": str(path)}],
-        "data": {"num_validation": 0, "num_heldout": 2},
-        "rollout": {"max_new_tokens": 8, "max_model_len": 16},
-    }
-    return RunConfig.model_validate({**values, **changes})
-
-
-def write(folder, rows: list[dict]):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def pairs(count: int) -> list[dict]:

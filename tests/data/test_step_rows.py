@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -18,6 +16,7 @@ from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.rewards.step_rewards import steps_of
 from grpo_megatron.types import Problem, require_sound
+from tests.data.preference_files import recipe, write
 
 PLAIN = DomainConfig(name="d", source="file", path="x")
 CHAT = PLAIN.model_copy(update={"template": "chat"})
@@ -119,23 +118,9 @@ def test_a_mark_that_is_no_token(tokenizer, mark, message):
 # --- whole files
 
 
-def recipe(path, **changes) -> RunConfig:
-    values = {
-        "name": "case",
-        "kind": "reward_model",
-        "model": {"preset": "tiny-qwen3-moe"},
-        "domains": [{"name": "sums", "source": "file", "path": str(path)}],
-        "preferences": {"loss": "stepwise", "step_token": "."},
-        "data": {"num_validation": 0, "num_heldout": 2},
-        "rollout": {"max_new_tokens": 8, "max_model_len": 16},
-    }
-    return RunConfig.model_validate({**values, **changes})
-
-
-def write(folder, rows: list[dict]):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def steps_recipe(path) -> RunConfig:
+    settings = {"loss": "stepwise", "step_token": "."}
+    return recipe(path, kind="reward_model", preferences=settings)
 
 
 def answers(count: int) -> list[dict]:
@@ -153,19 +138,19 @@ def test_what_is_left_out_is_counted(tmp_path, tokenizer):
         {"prompt": "1 + 1 =", "completions": [], "labels": []},
         {"prompt": "1 + 1 =", "completions": ["1" * 9], "labels": [1]},
     ]
-    found = load_preferences(recipe(write(tmp_path, rows)), tokenizer)
+    found = load_preferences(steps_recipe(write(tmp_path, rows)), tokenizer)
     assert sorted(found.dropped.values()) == [1, 1, 1, 1]
     assert {len(one.answers) for one in found.by_id.values()} == {1}
     assert len(found.by_id) == 6
     longest = {"prompt": "1 + 1 =", "completions": ["1" * 7], "labels": [1]}  # 7 + 8 tokens
-    whole = load_preferences(recipe(write(tmp_path, [*answers(6), longest])), tokenizer)
+    whole = load_preferences(steps_recipe(write(tmp_path, [*answers(6), longest])), tokenizer)
     assert len(whole.by_id) == 7 and not whole.dropped
 
 
 def test_equal_answers_with_other_labels_are_others(tmp_path, tokenizer):
     rows = answers(4)
     again = {**rows[0], "labels": [1, 1]}
-    found = load_preferences(recipe(write(tmp_path, [*rows, again])), tokenizer)
+    found = load_preferences(steps_recipe(write(tmp_path, [*rows, again])), tokenizer)
     assert len(found.by_id) == 5
     worst = sorted(one.labels[0] for one in found.by_id.values())
     np.testing.assert_array_equal(worst, [0, 0, 0, 0, 1])
@@ -174,4 +159,4 @@ def test_equal_answers_with_other_labels_are_others(tmp_path, tokenizer):
 def test_a_bad_row_far_down_is_found_before_anything_starts(tmp_path):
     rows = [*answers(30), {"prompt": "x", "chosen": "2", "rejected": "3"}]
     with pytest.raises(DataError, match=r"(?s)no 'completions'.*rows.jsonl:31"):
-        refuse_bad_preferences(recipe(write(tmp_path, rows)))
+        refuse_bad_preferences(steps_recipe(write(tmp_path, rows)))
