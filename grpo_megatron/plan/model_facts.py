@@ -63,7 +63,13 @@ def model_facts(model: ModelConfig) -> ModelFacts:
     preset, a path without `config.json`, or a model that the trainer does not compute."""
     hf, where = configuration_of(model)
     model_fields(hf, where=where)
-    return facts_from_hf(hf)
+    facts = facts_from_hf(hf)
+    is_preset = origin_of(model).path is None
+    if facts.vocab_size is None and not is_preset:  # of a tiny preset, whose tokenizer decides
+        raise ConfigError(
+            "vocab_size is missing", where=where, remedy="download the checkpoint again"
+        )
+    return facts
 
 
 def origin_of(model: ModelConfig) -> ModelConfig:
@@ -113,10 +119,6 @@ def read_config(directory: Path) -> dict[str, Any]:
         if "vision_config" in config:
             config["image_processor"] = _image_processor(directory)
     refuse_flat_text(written, where=str(file))
-    if config.get("vocab_size") is None:
-        raise ConfigError(
-            "vocab_size is missing", where=str(file), remedy="download the checkpoint again"
-        )
     return config
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from grpo_megatron.algorithms.preferences import (
     kto_baseline,
@@ -16,6 +17,7 @@ from grpo_megatron.algorithms.preferences import (
     pair_losses,
     sigmoid_loss,
     sigmoid_loss_slope,
+    step_losses,
 )
 from grpo_megatron.config.preferences import PreferencesConfig
 
@@ -64,9 +66,23 @@ def test_trl(row):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_every_loss_has_numbers_of_trl():
+def test_every_loss_of_whole_answers_has_numbers_of_trl():
     losses = set(PreferencesConfig.model_fields["loss"].annotation.__args__)
-    assert {row["settings"]["loss"] for row in GOLDEN["rows"]} == losses
+    assert {row["settings"]["loss"] for row in GOLDEN["rows"]} == losses - {"stepwise"}
+
+
+def test_the_loss_of_steps_is_that_of_two_classes():
+    """As TRL's PRMTrainer has it: cross entropy of the classes wrong and right, whose logits here
+    are 0 and x; of soft labels too."""
+    logits = torch.tensor([-40.0, -2.0, 0.0, 0.5, 30.0], dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([1.0, 0.0, 1.0, 0.25, 1.0], dtype=torch.float64)
+    classes = torch.stack([torch.zeros_like(logits), logits], dim=1)
+    targets = torch.stack([1 - labels, labels], dim=1)
+    expected = cross_entropy(classes, targets, reduction="none")
+    losses = step_losses(logits, labels)
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+    [found] = torch.autograd.grad(losses.sum(), logits)
+    torch.testing.assert_close(found, logits.detach().sigmoid() - labels, rtol=1e-9, atol=1e-9)
 
 
 def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():

@@ -64,7 +64,6 @@ def test_refused_scaling(factor):
         ("[1]", "the file has list, expected a table"),
         ("null", "the file has NoneType, expected a table"),
         ('{"model_type": "qwen3", "text_config": 3}', "text_config has int, expected a table"),
-        ('{"model_type": "qwen3"}', "vocab_size is missing"),
     ],
 )
 def test_files_of_no_model(tmp_path, text, message):
@@ -74,6 +73,13 @@ def test_files_of_no_model(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as error:
         resolve("dense/qwen3-8b", ["model.preset=null", f"model.path={tmp_path}"])
     assert str(tmp_path) in str(error.value)
+
+
+def test_a_checkpoint_has_a_vocabulary(tmp_path):
+    hf = load_preset(DENSE).hf
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"vocab_size": None}))
+    with pytest.raises(ConfigError, match="vocab_size is missing"):
+        resolve("dense/qwen3-8b", ["model.preset=null", f"model.path={tmp_path}"])
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path):
