@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -137,8 +137,8 @@ def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
         key, value = next(iter(value.items()))
         full = (*full, key)
         suffix = f"{suffix}.{key}"
-    if suffix:  # tables have what follows, and a setting has not
-        near = [key + suffix for key in near if schema.keys_of(tuple(key.split(".")))]
+    if suffix:
+        near = [key + suffix for key in near if _may_have(key, suffix)]
     if near:
         fix = f"write {near[0]}"
     else:
@@ -152,6 +152,15 @@ def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
         nearest=tuple(near),
         remedy=fix,
     )
+
+
+def _may_have(table: str, suffix: str) -> bool:
+    """Whether there may be a key `suffix`, which begins with a dot, below `table`."""
+    path = tuple(table.split("."))
+    keys = schema.keys_of(path)
+    if keys:
+        return suffix.split(".")[1] in keys
+    return get_origin(schema.type_of(path)) in (dict, Mapping)  # with keys of the user's own
 
 
 def _missing_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> ConfigProblem:

@@ -33,7 +33,10 @@ class StepEvaluator:
             return {"all": {"prompts": 0.0}}
         chosen = [self._preferences.by_id[prompt.prompt_id] for prompt in prompts]
         logits = await self._scorer.step_logits(chosen)
-        return results_by_domain(chosen, lambda members: _measured(members, logits))
+        results = results_by_domain(chosen, lambda members: _measured(members, logits))
+        of_all = _measured(chosen, logits)  # of steps, of which domains' answers have more or fewer
+        results["all"] = {name: of_all[name] for name in results["all"]}
+        return results
 
 
 def _measured(members: Sequence[Preference], logits: Logits) -> dict[str, float]:

@@ -201,8 +201,8 @@ def _with_steps(
     found = []
     for row, prompt in zip(rows, prompts, strict=True):
         answer = marked_answer(row, tokenizer, step_token)
-        if answer is None:
-            reasons[f"whose steps the tokenizer joins with {step_token!r}"] += 1
+        if answer is None or not _is_read_so(prompt, answer, tokenizer):
+            reasons[f"whose steps the tokenizer joins with {step_token!r} or the prompt"] += 1
         elif len(prompt.token_ids) + answer.num_tokens - 1 > longest or not prompt.token_ids:
             reasons[_too_long(longest)] += 1  # the last mark stands twice
         else:
@@ -210,6 +210,12 @@ def _with_steps(
             prompt = _with_id(prompt, (answer,), f"steps {labels}")
             found.append(Preference(prompt, (answer,), (min(row.labels),)))
     return found
+
+
+def _is_read_so(prompt: Prompt, answer: Completion, tokenizer: TextTokenizer) -> bool:
+    """Whether a server that gets prompt and steps as one text reads the tokens that are trained."""
+    ids = [*prompt.token_ids, *answer.token_ids[:-1].tolist()]  # the last mark stands twice
+    return tokenizer.encode(prompt.text + answer.text) == ids
 
 
 def _too_long(longest: int) -> str:

@@ -206,7 +206,8 @@ def _csv_rows(path: Path) -> Rows:
 
 def _refuse_bad_columns(path: Path, names: Sequence[str]) -> None:
     """Raise DataError for a column that would hide another, or a line that was not taken apart."""
-    repeated = [name for name, count in Counter(names).items() if count > 1]
+    counts = Counter(name for name in names if name.strip())
+    repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise DataError(
             f"the first line has the column {repeated[0]!r} several times",

@@ -9,6 +9,7 @@ from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.hf_config import computation, model_fields
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
+from grpo_megatron.plan.reward_labels import labels_of
 
 CRITIC_MODEL_RULES = RuleSet()
 """Their checks take the run, whose model can be read."""
@@ -57,8 +58,8 @@ def why_not_a_critic(start: ModelConfig, policy: ModelConfig) -> str:
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Return the same of two `config.json`, of which the trainer knows all fields: first that of
     what a critic is to begin with, then that of the policy."""
-    num_scalars = _num_scalars(theirs)
-    if num_scalars not in (None, 1):
+    num_scalars = len(labels_of(theirs))
+    if num_scalars > 1:
         return f"its head gives {num_scalars} numbers, and a value is one"
     their_facts = asdict(facts_from_hf(theirs))
     for name, value in asdict(facts_from_hf(ours)).items():
@@ -67,17 +68,6 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         if their_facts[name] not in (None, value):
             return f"{name} of its config.json is {their_facts[name]}, of the policy {value}"
     return _other_setting(theirs, ours)
-
-
-def _num_scalars(hf: Mapping[str, Any]) -> int | None:
-    """Return how many numbers the head of a model gives; None: it has no head of this kind."""
-    architectures = hf.get("architectures") or ()
-    if not any("Classification" in name for name in architectures):
-        return None
-    labels = hf.get("id2label")
-    if labels is None:
-        return 2  # as transformers has it
-    return len(labels)
 
 
 def _other_setting(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -14,6 +14,9 @@ from grpo_megatron.plan.engine_rules import ENGINE_RULES, is_cpu_engine
 from grpo_megatron.plan.model_facts import ModelFacts
 from grpo_megatron.plan.trainer_rules import TRAINER_RULES
 
+_LARGEST_SIZE = 4096
+"""Of a group of ranks that is suggested; searched one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -63,7 +66,7 @@ def _with_nearest(case: Case, violation: Violation) -> Violation:
 def _largest_size(case: Case) -> int:
     """Return a bound of what a valid layout has of anything but ranks."""
     facts = case.facts
-    return max(case.trainer.num_ranks, facts.num_layers, facts.num_experts, facts.num_heads, 64)
+    return max(facts.num_layers, facts.num_experts, facts.num_heads, _LARGEST_SIZE)
 
 
 def _search(
@@ -74,10 +77,10 @@ def _search(
     table, name = violation.key.split(".")
     below = value - 1
     above = value + max(value, case.trainer.num_ranks, 64)
-    largest = _largest_size(case)
-    if name != "num_ranks" and value > largest:  # no layout has more of anything
-        below = largest
-        above = value
+    if name != "num_ranks":
+        largest = _largest_size(case)
+        below = min(below, largest)
+        above = min(above, largest)
 
     def is_accepted(size: int) -> bool:
         layout = getattr(case, table).model_copy(update={name: size})

@@ -19,18 +19,30 @@ REMEDY = (
 )
 
 
+def labels_of(hf: Mapping[str, Any]) -> list[str]:
+    """Return the names of the scalars of a model's head, in their order; empty: it has no such
+    head. Without names it has `num_labels`, else two, as transformers has it."""
+    architectures = hf.get("architectures") or ()
+    if not any("Classification" in name for name in architectures):
+        return []
+    named = hf.get("id2label")
+    if isinstance(named, Mapping):
+        return [str(named[number]) for number in sorted(named, key=int)]
+    if isinstance(named, list):
+        return [str(name) for name in named]
+    return [f"{UNNAMED}{number}" for number in range(hf.get("num_labels") or 2)]
+
+
 def other_labels(hf: Mapping[str, Any], labels: Sequence[str]) -> str:
     """Return why the reward model that `hf`, a config.json, describes has other scalars than
     `labels`, or than a single one; empty where it has the same, or is a language model, beside
     which a head begins at random."""
-    architectures = hf.get("architectures") or ()
-    if not any("Classification" in name for name in architectures):
+    theirs = labels_of(hf)
+    if not theirs:
         return ""
-    named = hf.get("id2label") or {}
-    theirs = [named[number] for number in sorted(named, key=int)]
     ours = list(labels) or [f"{UNNAMED}0"]
-    is_unnamed = all(name.startswith(UNNAMED) for name in theirs)
-    if theirs == ours or (is_unnamed and len(theirs) == len(ours)):
+    has_names = bool(labels) and not all(name.startswith(UNNAMED) for name in theirs)
+    if theirs == ours or (len(theirs) == len(ours) and not has_names):
         return ""
     return (
         f"the scalars of its head are {', '.join(theirs)}, and those of the recipe "

@@ -186,8 +186,14 @@ async def reward_model(
 
 def _chosen(scores: list[Any], label: int | None, url: str) -> float:
     """Return one of a reward model's scalars."""
-    if len(scores) == 1 and isinstance(scores[0], list):
+    while len(scores) == 1 and isinstance(scores[0], list):
         scores = scores[0]
+    if any(isinstance(score, list) for score in scores):
+        raise RewardError(
+            "the server gives scores of every token",
+            where=url,
+            remedy="serve the reward model without a pooler of tokens",
+        )
     if label is None and len(scores) == 1:
         return float(scores[0])
     if label is None or not 0 <= label < len(scores):

@@ -42,5 +42,5 @@ def test_a_model_goes_on_with_its_own_labels(tmp_path):
     for labels in [("harmless", "helpful"), ("helpful",), ("helpful", "harmless", "brief"), ()]:
         with pytest.raises(CheckpointError, match="its head are helpful, harmless, and those of"):
             refuse_other_labels(two, labels, tmp_path)
-    with pytest.raises(CheckpointError, match="LABEL_0, and those of the recipe helpful"):
+    with pytest.raises(CheckpointError, match="LABEL_0, and those of the recipe helpful, harm"):
         refuse_other_labels(marked(tmp_path), ("helpful", "harmless"), tmp_path)

@@ -90,6 +90,12 @@ def test_the_error_survives_a_process_boundary():
     [
         ("trianer.num_ranks=2", "trianer.num_ranks", ("trainer.num_ranks",)),
         ("trainer.foo.bar=1", "trainer.foo.bar", ()),
+        ("rollout.engine_argumens.x=1", "rollout.engine_argumens.x", ()),  # a list of words
+        (
+            "domains.0.argumens.split=x",
+            "domains.0.argumens.split",
+            ("domains.0.arguments.split", "domains.0.template_arguments.split"),
+        ),
         ("trainer.parallel.tp=2", "trainer.parallel.tp", ()),
         ("domains.0.name=null", "domains.0.name", ()),
     ],

@@ -160,3 +160,25 @@ def test_a_bad_row_far_down_is_found_before_anything_starts(tmp_path):
     rows = [*answers(30), {"prompt": "x", "chosen": "2", "rejected": "3"}]
     with pytest.raises(DataError, match=r"(?s)no 'completions'.*rows.jsonl:31"):
         refuse_bad_preferences(steps_recipe(write(tmp_path, rows)))
+
+
+def test_a_prompt_that_the_tokenizer_joins_with_the_first_step(tmp_path):
+    """A server gets both as one text."""
+    rows = [{"prompt": f"{n} b", "completions": ["c", "ab"], "labels": [1, 0]} for n in range(4)]
+    joined = {"prompt": "5 a", "completions": [".", "b"], "labels": [1, 0]}
+    config = recipe(
+        write(tmp_path, [*rows, joined]),
+        kind="reward_model",
+        preferences={"loss": "stepwise", "step_token": "!"},
+        domains=[
+            {
+                "name": "d",
+                "source": "file",
+                "path": str(tmp_path / "rows.jsonl"),
+                "template": "{question}",
+            }
+        ],
+    )
+    found = load_preferences(config, joining_tokenizer())
+    assert len(found.by_id) == 4
+    assert list(found.dropped.values()) == [1]

@@ -10,6 +10,7 @@ from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.plan.reward_labels import labels_of
 
 
 def checkpoint(folder, *labels: str):
@@ -40,6 +41,25 @@ def test_other_scalars_are_refused_before_anything_starts(tmp_path, recipe, labe
     with pytest.raises(ConfigError, match="the scalars of its head are") as error:
         resolved(recipe, checkpoint(tmp_path, *labels))
     assert "model.path" in str(error.value)
+
+
+def test_one_scalar_may_have_any_name(tmp_path):
+    """Where a run has one, without a name of its own."""
+    resolved("stages/tiny-reward-model", checkpoint(tmp_path, "reward"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels"),
+    [
+        ({}, ["LABEL_0", "LABEL_1"]),
+        ({"num_labels": 1}, ["LABEL_0"]),
+        ({"id2label": {"1": "b", "0": "a"}}, ["a", "b"]),
+        ({"id2label": ["a", "b"]}, ["a", "b"]),
+    ],
+)
+def test_names_of_scalars(fields, labels):
+    assert labels_of({"architectures": ["Qwen3ForSequenceClassification"], **fields}) == labels
+    assert labels_of({"architectures": ["Qwen3ForCausalLM"], **fields}) == []
 
 
 def test_a_checkpoint_that_is_yet_to_be_written(tmp_path):

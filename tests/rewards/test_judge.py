@@ -159,6 +159,12 @@ def test_one_of_several_scalars_is_chosen():
         assert "one of 0 to 1" in str(error.value)
 
 
+def test_scores_of_every_token_are_no_scalar():
+    assert served([{"data": [{"data": [[[0.5]]]}]}], reward_model)[0] == 0.5
+    with pytest.raises(RewardError, match="gives scores of every token"):
+        served([{"data": [{"data": [[0.1], [0.2]]}]}], reward_model, label=1)
+
+
 def test_steps_end_before_their_separator():
     text = "\n\n 6 * 7\n\n\n\nis 42 \n\n"
     steps = steps_of(text, "\n\n")
