@@ -474,9 +474,9 @@ class ObjectiveConfig(Strict):
 class BatchConfig(Strict):
     """What one RL step is made of."""
 
-    num_prompts: int = Field(32, ge=1)
+    num_prompts: int = Field(32, ge=1, le=100_000)
     """Prompts a step."""
-    num_samples_per_prompt: int = Field(16, ge=1)
+    num_samples_per_prompt: int = Field(16, ge=1, le=100_000)
     """Group size G."""
     updates_per_rollout: int = Field(1, ge=1)
     """Optimizer steps per batch of rollouts; the batch is split by prompt."""

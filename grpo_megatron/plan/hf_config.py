@@ -181,12 +181,13 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters;
     ConfigError without theta, and for a type, or a parameter of it, that is not known."""
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    refuse_non_positive(given)
     old_kind = given.pop("type", None)
     kind = given.pop("rope_type", None) or old_kind or "default"
     theta = given.pop("rope_theta", None) or fields.get("rope_theta")
     percent = given.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor")
     found = {"type": kind, "theta": theta, "percent": percent or 1.0}
-    if kind not in family.rope:
+    if kind not in list(family.rope):
         raise ConfigError(
             f"rope type {kind!r} is not supported", remedy=f"supported: {', '.join(family.rope)}"
         )
@@ -201,7 +202,6 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if value is None:
             value = default
         found[name] = value
-    refuse_non_positive({**found, "rope_theta": theta})
     if given:
         raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(given)}")
     _refuse_sections(fields, found.get("mrope_section"))
@@ -213,7 +213,8 @@ def _refuse_sections(fields: Mapping[str, Any], sections: Any) -> None:
     if sections is None:
         return
     head_dim = derived(fields)["head_dim"]
-    if len(sections) != 3 or 2 * sum(sections) != head_dim:
+    are_three = isinstance(sections, list) and len(sections) == 3
+    if not are_three or 2 * sum(sections) != head_dim:
         raise ConfigError(
             f"mrope_section = {sections} does not share out heads of {head_dim} features",
             remedy=f"three numbers whose sum is {head_dim // 2}",

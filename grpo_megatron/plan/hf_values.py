@@ -38,17 +38,29 @@ _COUNTS = (
     "topk_group",
 )
 """At least 0, which says of some that the model has none."""
+_FLAGS = (
+    "attention_bias",
+    "mlp_bias",
+    "norm_topk_prob",
+    "tie_word_embeddings",
+    "use_qk_norm",
+    "use_sliding_window",
+)
 _POSITIVE_NUMBERS = ("rope_theta", "rms_norm_eps", "factor")
 _LISTS_OF_LAYERS = ("layer_types", "moe_layer_freq")
 
 
 def refuse_wrong_types(fields: Mapping[str, Any]) -> None:
-    """ConfigError for a table that is none, and for a size or a number that is no such or out of
-    its range."""
+    """ConfigError for a table or a flag that is none, and for a size or a number that is no such or
+    out of its range."""
     for name in _TABLES:
         value = fields.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{name} = {value!r} is no table", remedy="write a table, or null")
+    for name in _FLAGS:
+        value = fields.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{name} = {value!r} is neither true nor false", remedy="write one")
     for name in _SIZES:
         _refuse_fewer(fields, name, 1)
     for name in _COUNTS:
@@ -63,7 +75,10 @@ def refuse_non_positive(fields: Mapping[str, Any]) -> None:
         value = fields.get(name)
         if value is None or (_is_number(value) and 0 < value < math.inf):
             continue
-        raise ConfigError(f"{name} = {value!r} is no number above 0", remedy="correct it")
+        raise ConfigError(
+            f"{name} = {value!r} is no number above 0",
+            remedy="copy it from the original checkpoint",
+        )
 
 
 def refuse_contradictions(fields: Mapping[str, Any]) -> None:
@@ -114,7 +129,8 @@ def _refuse_fewer(fields: Mapping[str, Any], name: str, least: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(
-            f"{name} = {value!r} is no whole number of at least {least}", remedy="correct it"
+            f"{name} = {value!r} is no whole number of at least {least}",
+            remedy="copy it from the original checkpoint",
         )
 
 

@@ -141,10 +141,12 @@ def _image_processor(directory: Path) -> dict[str, Any]:
     modalities."""
     of_all = directory / "processor_config.json"
     if of_all.exists():
-        found = json.loads(of_all.read_text(encoding="utf-8")).get("image_processor")
+        found = json.loads(of_all.read_text(encoding="utf-8-sig")).get("image_processor")
         if found is not None:
             return dict(found)
-    return dict(json.loads((directory / "preprocessor_config.json").read_text(encoding="utf-8")))
+    return dict(
+        json.loads((directory / "preprocessor_config.json").read_text(encoding="utf-8-sig"))
+    )
 
 
 def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
