@@ -23,7 +23,7 @@ from grpo_megatron.rundir import RunDir
 
 def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = False) -> int:
     """Run a recipe; returns the exit code. ConfigError where the run exists, unless told to
-    `overwrite` it."""
+    `overwrite` it, and where the engines of this machine cannot serve it."""
     run_dir = RunDir(resolved.run_path)
     refuse_missing(resolved.config)
     refuse_cpu_engine(resolved.config)

@@ -24,6 +24,7 @@ from grpo_megatron.launch.bindings import (
 )
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
+from grpo_megatron.plan.resolve import refuse_cpu_engine
 from grpo_megatron.stages.graph import Graph
 from grpo_megatron.stages.interrupts import InterruptForwarder
 from grpo_megatron.stages.records import Records, State
@@ -33,7 +34,7 @@ def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = Non
     """Run every stage that is not done, parents first; a failed one stops its descendants only.
 
     Returns the exit code of the first that failed. Raises RunLockedError where another process
-    runs the graph."""
+    runs the graph, ConfigError where the engines of this machine cannot serve a stage."""
     interrupts = InterruptForwarder()
     with interrupts.installed():
         if only:  # the run's own lock is enough
@@ -49,6 +50,7 @@ def _run_stages(
     interrupts: InterruptForwarder,
 ) -> int:
     records = Records(graph)
+    _refuse_cpu_engine(graph, records, names)
     first_failure = 0
     for name in names:
         if interrupts.pending:
@@ -163,6 +165,20 @@ def submit_graph(
                 told += f" after {', '.join(after)}"
             say(told)
     return jobs
+
+
+def _refuse_cpu_engine(graph: Graph, records: Records, names: Sequence[str]) -> None:
+    """Raise ConfigError, before any stage begins, for one that the engines of this machine cannot
+    serve."""
+    for name in names:
+        is_merge = graph.table.stages[name].recipe is None
+        if is_merge or records.state(name) is State.DONE:
+            continue
+        try:
+            refuse_cpu_engine(graph.resolve(name).config)
+        except ConfigError as error:
+            error.where = f"stage {name}, {error.where}"
+            raise
 
 
 def _refuse_unbound_rewards(graph: Graph, records: Records) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grpo_megatron.config.loader import write_resolved
+from grpo_megatron.config.loader import load_recipe, write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.problems import InvalidConfigError
 from grpo_megatron.errors import ConfigError
@@ -192,6 +192,11 @@ def test_heads_that_processors_do_not_know(on_processors, tmp_path):
     config = resolve("dense/qwen3-8b", overrides).config
     with pytest.raises(ConfigError, match="no attention for heads of 120"):
         resolving.refuse_cpu_engine(config)
+
+
+def test_a_model_that_an_earlier_stage_writes_is_left_to_its_stage(on_processors, tmp_path):
+    overrides = ["model.preset=null", f"model.path={tmp_path}/none"]
+    resolving.refuse_cpu_engine(load_recipe("dense/qwen3-8b", overrides).config)
 
 
 def test_other_builds_refuse_nothing(monkeypatch):

@@ -273,6 +273,17 @@ def test_a_stage_alone_says_that_it_cannot_run(graph_file):
     assert said == ["soup: not run, because of one, two"]
 
 
+def test_a_stage_that_this_machine_cannot_serve_is_told_before_any_begins(graph_file, monkeypatch):
+    def refuse(config):
+        if config.optimizer.lr == 1e-4:
+            raise ConfigError("heads of 120", where="the CPU build")
+
+    monkeypatch.setattr(runner, "refuse_cpu_engine", refuse)
+    monkeypatch.setattr(runner, "_run_stage", lambda *_, **__: pytest.fail("a stage began"))
+    with pytest.raises(ConfigError, match="stage one, the CPU build"):
+        run_graph(load_graph(graph_file), print)
+
+
 def test_a_merge_leaves_its_job_alone(graph_file, monkeypatch):
     graph = load_graph(graph_file)
     for name in ("base", "one", "two"):
