@@ -105,7 +105,7 @@ def reward_loss(
 def step_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """`-(y log sigmoid(x) + (1 - y) log(1 - sigmoid(x)))` of the steps of answers: the logit that a
     process reward model gives a step, and how likely it is right, both [n] (Math-Shepherd,
-    arXiv:2312.08935, equation 2; soft labels as its equation 4 estimates them)."""
+    arXiv:2312.08935; its soft estimates are labels between 0 and 1)."""
     return softplus(logits) - labels * logits
 
 

@@ -9,13 +9,17 @@ from grpo_megatron.checkpoints import durable
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.reward_labels import REMEDY, UNNAMED, other_labels
 
+SCALARS = "regression"
+"""A `problem_type`: vLLM gives the scalars themselves."""
+PROBABILITIES = "multi_label_classification"
+"""The same: vLLM gives their sigmoid, of a process reward model how likely a step is right."""
+
 
 def mark_as_reward_model(
-    directory: Path, labels: Sequence[str] = (), *, of_steps: bool = False
+    directory: Path, labels: Sequence[str] = (), problem_type: str = SCALARS
 ) -> None:
     """Let the config.json of an export say that it is a reward model with the scalars `labels`, or
-    with one, as transformers (`…ForSequenceClassification`) and vLLM (`/pooling`) read it. vLLM
-    gives the scalars themselves; of_steps: the sigmoid, the probability that a step is right.
+    with one, as transformers (`…ForSequenceClassification`) and vLLM (`/pooling`) read it.
 
     transformers takes the scalars at the last token that is no padding, so a padding token that
     also ends answers is left out: without one it reads one text at a time."""
@@ -27,9 +31,7 @@ def mark_as_reward_model(
     names = list(labels) or [f"{UNNAMED}0"]
     hf["id2label"] = {str(number): name for number, name in enumerate(names)}
     hf["label2id"] = {name: number for number, name in enumerate(names)}
-    hf["problem_type"] = "regression"
-    if of_steps:
-        hf["problem_type"] = "multi_label_classification"
+    hf["problem_type"] = problem_type
     ends = hf.get("eos_token_id")
     if not isinstance(ends, list):
         ends = [ends]

@@ -185,7 +185,7 @@ def plan(
 ) -> None:
     """Memory by component, predicted seconds by phase, tokens per second, MFU, cost, bubble, bytes;
     an error if the recipe does not fit."""
-    of_time = {
+    of_prediction = {
         "--device": device if device != DEFAULT_DEVICE else None,
         "--lengths": lengths,
         "--answer-tokens": answer_tokens,
@@ -193,10 +193,10 @@ def plan(
         "--constant": constant,
     }
     if trace:
-        _refuse("--trace", {"--search": search, "--compare": compare, **of_time})
+        _refuse("--trace", {"--search": search, "--compare": compare, **of_prediction})
         _trace(recipe, overrides or [], as_json)
     if compare is not None:
-        _refuse("--compare", {"--search": search, **of_time})
+        _refuse("--compare", {"--search": search, **of_prediction})
         _compare(recipe, overrides or [], compare, as_json)
         return
     from grpo_megatron.cli.predict_plan import Predictor

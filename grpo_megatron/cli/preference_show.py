@@ -15,6 +15,8 @@ from grpo_megatron.types import Prompt
 Say = Callable[[str], None]
 
 NUM_ROWS = 3
+_NAMES = {True: ("rejected", "chosen"), False: ("undesirable", "desirable")}
+"""Of answers with the labels 0 and 1, by whether they are compared in pairs."""
 
 
 def first_rows(config: RunConfig, domain: DomainConfig) -> list[PreferenceRow | StepRow]:
@@ -50,11 +52,9 @@ def _show_steps(settings: PreferencesConfig, row: StepRow, say: Say) -> None:
 
 
 def _show_labelled(settings: PreferencesConfig, row: PreferenceRow, say: Say) -> None:
+    names = _NAMES[settings.is_paired]
     for text, label in zip(row.answers, row.labels, strict=True):
-        name = "desirable" if label == 1 else "undesirable"
-        if settings.is_paired:
-            name = "chosen" if label == 1 else "rejected"
-        say(f"{name}: {text}")
+        say(f"{names[int(label)]}: {text}")
     if settings.use_margins:
         say(f"margin: {row.margin:g}")
 
@@ -69,11 +69,14 @@ def _show_tokens(
 ) -> None:
     counts: Sequence[int]
     if isinstance(row, StepRow):
-        answer = marked_answer(row, tokenizer, config.preferences.step_token)
+        answer = marked_answer(row, prompt, tokenizer, config.preferences.step_token)
         if answer is None:
-            say("note: a run leaves it out: the tokenizer joins its steps with the step token")
+            say(
+                "note: a run leaves it out: the tokenizer joins its steps with the step token or "
+                "the prompt"
+            )
             return
-        counts = [answer.num_tokens - 1]  # the last mark stands twice
+        counts = [answer.num_tokens - 1]  # the last step token stands twice
     else:
         encoder = DatasetAnswers([domain], tokenizer, config.rollout.max_model_len + 1)
         counts = [encoder.completion(0, prompt, text).num_tokens for text in row.answers]

@@ -19,7 +19,7 @@ from grpo_megatron.data.preference_rows import PreferenceRow, preference_of
 from grpo_megatron.data.prompts import Splits, share, text_hash, tokenised
 from grpo_megatron.data.row_files import read_rows
 from grpo_megatron.data.sources import is_of_domain, known_arguments
-from grpo_megatron.data.step_rows import StepRow, marked_answer, step_row_of, step_token_id
+from grpo_megatron.data.step_rows import StepRow, id_of_step_token, marked_answer, step_row_of
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Completion, Prompt
@@ -193,29 +193,23 @@ def _with_steps(
     tokenizer: TextTokenizer,
     reasons: Counter[str],
 ) -> list[Preference]:
-    """Return the answers whose steps have labels, with the marks where they are read."""
+    """Return the answers whose steps have labels, with the step tokens where they are read."""
     step_token = config.preferences.step_token
-    step_token_id(tokenizer, step_token)  # refused also where a domain has no rows left
+    id_of_step_token(tokenizer, step_token)  # refused also where a domain has no rows left
     longest = config.longest_preference
     prompts = tokenised(domain, [row.problem for row in rows], tokenizer)
     found = []
     for row, prompt in zip(rows, prompts, strict=True):
-        answer = marked_answer(row, tokenizer, step_token)
-        if answer is None or not _is_read_so(prompt, answer, tokenizer):
+        answer = marked_answer(row, prompt, tokenizer, step_token)
+        if answer is None:
             reasons[f"whose steps the tokenizer joins with {step_token!r} or the prompt"] += 1
         elif len(prompt.token_ids) + answer.num_tokens - 1 > longest or not prompt.token_ids:
-            reasons[_too_long(longest)] += 1  # the last mark stands twice
+            reasons[_too_long(longest)] += 1  # the last step token stands twice
         else:
             labels = " ".join(f"{label:g}" for label in row.labels)
             prompt = _with_id(prompt, (answer,), f"steps {labels}")
             found.append(Preference(prompt, (answer,), (min(row.labels),)))
     return found
-
-
-def _is_read_so(prompt: Prompt, answer: Completion, tokenizer: TextTokenizer) -> bool:
-    """Whether a server that gets prompt and steps as one text reads the tokens that are trained."""
-    ids = [*prompt.token_ids, *answer.token_ids[:-1].tolist()]  # the last mark stands twice
-    return tokenizer.encode(prompt.text + answer.text) == ids
 
 
 def _too_long(longest: int) -> str:

@@ -11,7 +11,7 @@ from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.data.preference_rows import problem_of
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Completion, Problem, Turn, VersionSpan
+from grpo_megatron.types import Completion, Problem, Prompt, Turn, VersionSpan
 
 STEPS = "completions"
 LABELS = "labels"
@@ -72,7 +72,7 @@ def _label(where: str, number: int, value: Any) -> float:
     )
 
 
-def step_token_id(tokenizer: TextTokenizer, step_token: str) -> int:
+def id_of_step_token(tokenizer: TextTokenizer, step_token: str) -> int:
     """Return the one token that stands behind every step; DataError where it is several."""
     try:
         ids = tokenizer.encode(step_token)
@@ -91,25 +91,27 @@ def step_token_id(tokenizer: TextTokenizer, step_token: str) -> int:
     )
 
 
-def marked_answer(row: StepRow, tokenizer: TextTokenizer, step_token: str) -> Completion | None:
+def marked_answer(
+    row: StepRow, prompt: Prompt, tokenizer: TextTokenizer, step_token: str
+) -> Completion | None:
     """Return the steps as a process reward model reads them (`rewards.step_rewards`): without white
-    space around them and with `step_token` behind each. None where the tokenizer would cut the
-    whole text otherwise than its steps, so that a server read other tokens.
+    space around them and with `step_token` behind each. None where the tokenizer cuts the text of
+    prompt and steps, which a server gets as one, into other tokens than theirs.
 
-    A step is a turn of one token: the one behind its mark, so that the position of the mark is
-    looked at; the last mark stands twice for it. Turns have the labels as rewards."""
-    mark = step_token_id(tokenizer, step_token)
+    A step is a turn of one token: the one behind its step token, so that the position of the step
+    token is looked at; the last one stands twice for it. Turns have the labels as rewards."""
+    step_token_id = id_of_step_token(tokenizer, step_token)
     ids: list[int] = []
     turns = []
     text = ""
     for step, label in zip(row.steps, row.labels, strict=True):
         bare = step.strip().replace(step_token, "")
-        ids += [*tokenizer.encode(bare), mark]
+        ids += [*tokenizer.encode(bare), step_token_id]
         turns.append(Turn(len(ids), len(ids) + 1, label))
         text += bare + step_token
-    if tokenizer.encode(text) != ids:
+    if tokenizer.encode(prompt.text + text) != [*prompt.token_ids, *ids]:
         return None
-    ids.append(mark)
+    ids.append(step_token_id)
     logprobs = np.full(len(ids), np.nan, np.float32)
     logprobs[[turn.start for turn in turns]] = -np.inf
     span = (VersionSpan(0, 0, len(ids)),)

@@ -14,7 +14,7 @@ from grpo_megatron.data.dataset_answers import refuse_bad_responses
 from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferences
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import iterate_problems
-from grpo_megatron.data.step_rows import step_token_id
+from grpo_megatron.data.step_rows import id_of_step_token
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.tool_calls import AUTO, FORMATS
 from grpo_megatron.environments.registry import bind
@@ -110,14 +110,14 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
 
     Raises DataError as the controller would: a row without a field, a template that asks for
     metadata that the problem does not have, responses that are no texts, an unknown data set, a
-    chat template that is not there or refuses the conversation, a mark of steps that is no token.
+    chat template that is not there or refuses the conversation, a step token that is no token.
     Chat templates and tokenizers of checkpoints that are not on this machine are left to the
     controller."""
     if config.trains_preferences:
         refuse_bad_preferences(config)
     with tokenizer_directory(config.model) as directory:
         if config.trains_preferences and config.preferences.rows == "steps" and directory:
-            step_token_id(load_tokenizer(directory), config.preferences.step_token)
+            id_of_step_token(load_tokenizer(directory), config.preferences.step_token)
         for domain in config.domains:
             if domain.path is not None and not domain.path.exists():
                 continue

@@ -242,8 +242,10 @@ def samples_of_step(config: RunConfig) -> int:
 
 def _samples_of_prompt(config: RunConfig) -> int:
     """Return how many answers of a prompt are trained: a pair, what a row has, or a group."""
+    if config.preferences.rows == "steps":
+        return 1
     if config.trains_preferences:
-        return 1 if config.preferences.rows == "steps" else 2
+        return 2
     if config.uses_dataset:
         return 1
     return config.batch.num_samples_per_prompt

@@ -272,8 +272,9 @@ def _weights_of_part(s: Sizes, part: str, kind: str) -> list[Weight]:
     for number, form in enumerate(FORMS["weights"][part], start=1):
         numel = product(form, s.symbols)
         if numel:
-            is_of_layer = is_matrix(form) and part != "router"
-            weights.append(Weight(numel, kind, is_trained=s.lora is None, is_matrix=is_of_layer))
+            is_layer_matrix = is_matrix(form) and part != "router"
+            weight = Weight(numel, kind, is_trained=s.lora is None, is_matrix=is_layer_matrix)
+            weights.append(weight)
         for adapter in adapters:
             if adapter.after == number:
                 weights += adapter.weights(kind)

@@ -1,7 +1,6 @@
 """How a trainer executes each of `requests`. Every rank executes every request."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -367,13 +366,11 @@ class TrainerService:
         Raises what `export_model` does."""
         num_bytes = hf_export.export_model(self.policy.sharded, directory, self.model_path)
         if self.config.kind == "reward_model":
-            is_of_steps = self.config.preferences.rows == "steps"
-            mark = partial(
-                reward_models.mark_as_reward_model,
-                labels=self.config.reward_labels,
-                of_steps=is_of_steps,
-            )
-            on_rank_0(mark, directory)
+            gives = reward_models.SCALARS
+            if self.config.preferences.rows == "steps":
+                gives = reward_models.PROBABILITIES
+            labels = self.config.reward_labels
+            on_rank_0(reward_models.mark_as_reward_model, directory, labels, gives)
         if self.policy.lora is not None:
             base = self.config.model.path or Path(str(self.config.model.preset))
             peft_format.export_adapters(self.policy, directory.with_name("adapter"), str(base))

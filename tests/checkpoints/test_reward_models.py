@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.checkpoints.reward_models import mark_as_reward_model, refuse_other_labels
+from grpo_megatron.checkpoints.reward_models import (
+    PROBABILITIES,
+    mark_as_reward_model,
+    refuse_other_labels,
+)
 from grpo_megatron.errors import CheckpointError
 
 
-def marked(folder: Path, *labels: str, **settings: bool) -> dict:
+def marked(folder: Path, *labels: str, **settings: str) -> dict:
     hf = {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": [1, 2], "pad_token_id": 2}
     (folder / "config.json").write_text(json.dumps(hf))
     mark_as_reward_model(folder, labels, **settings)
@@ -23,7 +27,9 @@ def test_one_scalar(tmp_path):
     assert hf["architectures"] == ["Qwen3ForSequenceClassification"]
     assert (hf["id2label"], hf["problem_type"]) == ({"0": "LABEL_0"}, "regression")
     assert hf["pad_token_id"] is None  # it ends answers
-    assert marked(tmp_path, of_steps=True)["problem_type"] == "multi_label_classification"
+    assert (
+        marked(tmp_path, problem_type=PROBABILITIES)["problem_type"] == "multi_label_classification"
+    )
 
 
 def test_several_scalars(tmp_path):

@@ -11,15 +11,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.preferences import load_preferences, refuse_bad_preferences
 from grpo_megatron.data.prompt_text import tokenizer_directory
-from grpo_megatron.data.step_rows import StepRow, marked_answer, step_row_of, step_token_id
+from grpo_megatron.data.step_rows import StepRow, id_of_step_token, marked_answer, step_row_of
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.rewards.step_rewards import steps_of
-from grpo_megatron.types import Problem, require_sound
+from grpo_megatron.types import Problem, Prompt, require_sound
 from tests.data.preference_files import recipe, write
 
 PLAIN = DomainConfig(name="d", source="file", path="x")
 CHAT = PLAIN.model_copy(update={"template": "chat"})
+NO_PROMPT = Prompt("", "d", "", (), "")
 USER = {"role": "user", "content": "1 + 1?"}
 
 
@@ -75,11 +76,11 @@ def tokenizer():
 
 def test_a_step_is_read_at_its_mark(tokenizer):
     row = StepRow(Problem("", "", {}), (" 12", "3.4 ", "5"), (1.0, 0.0, 0.5))
-    answer = marked_answer(row, tokenizer, ".")
+    answer = marked_answer(row, NO_PROMPT, tokenizer, ".")
     assert tokenizer.decode(answer.token_ids) == "12.34.5.."
     assert [turn.reward for turn in answer.turns] == [1.0, 0.0, 0.5]
     before = [int(answer.token_ids[turn.start - 1]) for turn in answer.turns]
-    assert before == [step_token_id(tokenizer, ".")] * 3
+    assert before == [id_of_step_token(tokenizer, ".")] * 3
     require_sound(answer, "x")
 
 
@@ -88,7 +89,7 @@ def test_the_text_is_that_of_a_served_model(tokenizer):
     completion = " 1 + 2\n\n3\n\n\n\n 4 * 5 "
     sent = "".join(step.text + "." for step in steps_of(completion, "\n\n"))
     row = StepRow(Problem("", "", {}), (" 1 + 2", "3", " 4 * 5 "), (1, 1, 1))
-    assert marked_answer(row, tokenizer, ".").text == sent
+    assert marked_answer(row, NO_PROMPT, tokenizer, ".").text == sent
 
 
 def joining_tokenizer() -> TextTokenizer:
@@ -101,9 +102,9 @@ def joining_tokenizer() -> TextTokenizer:
 
 def test_a_mark_that_the_tokenizer_joins_with_a_step():
     row = StepRow(Problem("", "", {}), ("b", "a"), (1.0, 1.0))
-    assert marked_answer(row, joining_tokenizer(), ".") is None
+    assert marked_answer(row, NO_PROMPT, joining_tokenizer(), ".") is None
     alone = StepRow(Problem("", "", {}), ("b", "ab"), (1.0, 1.0))
-    assert marked_answer(alone, joining_tokenizer(), ".") is not None
+    assert marked_answer(alone, NO_PROMPT, joining_tokenizer(), ".") is not None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_a_mark_that_the_tokenizer_joins_with_a_step():
 )
 def test_a_mark_that_is_no_token(tokenizer, mark, message):
     with pytest.raises(DataError, match=message) as error:
-        step_token_id(tokenizer, mark)
+        id_of_step_token(tokenizer, mark)
     assert "preferences.step_token" in str(error.value)
 
 

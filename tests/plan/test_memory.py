@@ -355,6 +355,7 @@ def ratios_on(
         ("dense/qwen2.5-7b", 8),
         ("stages/tulu3-8b-sft", 1),  # what a row has, not a group
         ("stages/tulu3-8b-preferences", 2),
+        ("stages/tiny-process-reward-model", 1),
     ],
 )
 def test_a_step_has_the_answers_of_its_kind(recipe, answers):

@@ -87,14 +87,14 @@ def write_steps(directory: Path, num_answers: int = 12) -> str:
 def process_reward_model_export(model: str, steps: str, directory: str) -> list[list[float]]:
     """Logits of all steps by a model with a head of its own, which is exported."""
     from grpo_megatron.checkpoints.hf_export import export_model
-    from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
+    from grpo_megatron.checkpoints.reward_models import PROBABILITIES, mark_as_reward_model
     from grpo_megatron.trainer.steps.step_labels import step_logits
     from tests.trainer.trainer_ranks import Setup
 
     setup = Setup(model, {"max_tokens_per_microbatch": 96}, num_scalars=1)
     logits = step_logits(setup.config(), setup.policy, SampleTable(Path(steps)))
     export_model(setup.policy.sharded, Path(directory), Path(model))
-    mark_as_reward_model(Path(directory), of_steps=True)
+    mark_as_reward_model(Path(directory), (), PROBABILITIES)
     return logits
 
 

@@ -186,9 +186,7 @@ def train_preferences(
             passes_s += time.perf_counter() - before
         rows = np.flatnonzero(is_here & ~np.isnan(table.reward))
         update = prepare(config.trainer, table, rows)
-        loss: LossFunction = PreferenceLossFunction(config, table, rows, baseline)
-        if config.preferences.rows == "steps":
-            loss = StepLossFunction(config, table, rows)
+        loss = _loss_function(config, table, rows, baseline)
         rate = config.optimizer.rate(first_update + number, num_updates)
         policy.set_learning_rate(rate)
         stats = compute_gradients(policy, update, loss, source.margin_pass(update))
@@ -212,6 +210,14 @@ def train_preferences(
         old_logprobs_s=passes_s,
         train_s=time.perf_counter() - started,
     )
+
+
+def _loss_function(
+    config: RunConfig, table: SampleTable, rows: np.ndarray, baseline: float
+) -> LossFunction:
+    if config.preferences.rows == "steps":
+        return StepLossFunction(config, table, rows)
+    return PreferenceLossFunction(config, table, rows, baseline)
 
 
 def _baseline(config: RunConfig, policy: Policy, table: SampleTable, rows: np.ndarray) -> float:

@@ -52,7 +52,9 @@ class StepLossFunction:
 
 def _labels(table: SampleTable, rows: np.ndarray) -> np.ndarray:
     """Return the labels of all steps of rows, one row after another; float64 [n]."""
-    labels = [turn.reward for row in rows.tolist() for turn in table.turns(row)]
+    labels: list[float] = []
+    for row in rows.tolist():
+        labels += [turn.reward for turn in table.turns(row)]
     return np.array(labels, np.float64)
 
 
@@ -66,9 +68,9 @@ def step_logits(config: RunConfig, policy: Policy, table: SampleTable) -> list[l
     found = torch.zeros(int(ends[-1]), dtype=torch.float64)
     if optimizer_step.is_output_rank():
         for microbatch, output in zip(update.microbatches, outputs, strict=True):
-            places = [np.arange(starts[row], ends[row]) for row in microbatch.table_rows.tolist()]
-            if places:
-                where = torch.from_numpy(np.concatenate(places))
-                found[where] = output[0].double().cpu()
+            rows = microbatch.table_rows
+            of_rows = output[0].double().cpu().split(table.policy_lengths[rows].tolist())
+            for row, logits in zip(rows.tolist(), of_rows, strict=True):
+                found[starts[row] : ends[row]] = logits
     values = summed(found).tolist()
     return [values[start:end] for start, end in zip(starts, ends, strict=True)]
