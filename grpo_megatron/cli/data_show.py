@@ -142,7 +142,7 @@ def _show_preferences(
         say("what this run samples is compared: `report` and its samples show it")
         say("")
         return
-    rows = first_rows(config, domain)
+    rows = first_rows(config, domain, _NUM_PROMPTS)
     problems = [row.problem for row in rows]
     if tokenizer is None:
         prompts = _text_only(domain, problems)

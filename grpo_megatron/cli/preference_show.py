@@ -14,14 +14,15 @@ from grpo_megatron.types import Prompt
 
 Say = Callable[[str], None]
 
-NUM_ROWS = 3
 _NAMES = {True: ("rejected", "chosen"), False: ("undesirable", "desirable")}
 """Of answers with the labels 0 and 1, by whether they are compared in pairs."""
 
 
-def first_rows(config: RunConfig, domain: DomainConfig) -> list[PreferenceRow | StepRow]:
+def first_rows(
+    config: RunConfig, domain: DomainConfig, count: int
+) -> list[PreferenceRow | StepRow]:
     """Return the first rows of a domain's file. DataError where they are no preferences."""
-    return list(islice(read_preferences(domain, config.preferences), NUM_ROWS))
+    return list(islice(read_preferences(domain, config.preferences), count))
 
 
 def show_answers(
