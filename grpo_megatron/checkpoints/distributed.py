@@ -33,12 +33,11 @@ from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.errors import SetupError
 from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
+from grpo_megatron.weights.parameters import is_beside_weights
 
 COMPLETE = "complete.json"
 WEIGHTS = "weights"
 CRITIC = "critic"
-IN_MODEL = ".adapters."
-"""In the names of adapters' parameters in a model."""
 
 logger = logging.getLogger(__name__)
 
@@ -253,16 +252,16 @@ def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def load_model(
-    directory: Path, chunks: Sequence[torch.nn.Module], *, adapters: bool = True
+    directory: Path, chunks: Sequence[torch.nn.Module], *, weights_alone: bool = False
 ) -> None:
     """Fill the model from `save_model`'s files, written at any layout. Collective.
 
-    adapters: false leaves those of the model, if it has some, as they are. Raises CheckpointError
-    where they cannot be read, or are of another model."""
+    weights_alone: leaves adapters and a value head, if the model has them, as they are. Raises
+    CheckpointError where the files cannot be read, or are of another model."""
     state = model_state(chunks)
-    if not adapters:
+    if weights_alone:
         for part in state.values():
-            for name in [name for name in part if IN_MODEL in name]:
+            for name in [name for name in part if is_beside_weights(name)]:
                 del part[name]
     _fill(chunks, state, directory)
 
@@ -277,7 +276,7 @@ def _fill(
     for key, model in _by_key(chunks).items():
         left_out = {}
         for name, tensor in model.state_dict().items():
-            if IN_MODEL in name and name not in loaded[key]:
+            if is_beside_weights(name) and name not in loaded[key]:
                 left_out[name] = tensor
         model.load_state_dict(loaded[key] | left_out, strict=True)
     return loaded

@@ -24,7 +24,7 @@ def trace(source: str, overrides: list[str], *, as_json: bool) -> int:
         )
     if config.critic is not None:
         raise ConfigError(
-            "a trace follows one model, and the recipe has a policy and a critic",
+            "a trace follows log-probs and their loss, and the recipe has a critic",
             where="critic",
             remedy="trace the recipe without [critic] and with an objective that needs none: "
             "critic=null objective.preset=grpo",

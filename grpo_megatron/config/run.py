@@ -662,6 +662,16 @@ class RunConfig(Strict):
         return self.kind in ("rl", "sft", "distil") or self.trains_preferences
 
     @property
+    def has_own_critic(self) -> bool:
+        """Whether a value model with weights of its own is trained beside the policy."""
+        return self.critic is not None and self.critic.has_own_trunk
+
+    @property
+    def policy_has_value_head(self) -> bool:
+        """Whether the policy has a head of values beside its output layer."""
+        return self.critic is not None and not self.critic.has_own_trunk
+
+    @property
     def takes_steps(self) -> bool:
         """Whether a run of this kind has steps, and an accuracy before the first of them."""
         return self.trains or self.kind == "experience"

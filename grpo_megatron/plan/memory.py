@@ -63,7 +63,13 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
     without the stages between the second and the last, which are never the fullest."""
     hf, _ = configuration_of(config.model)
     vocab_size = vocabulary_of(hf, config.model)
-    sizes = sizes_of(hf, vocab_size, config.trainer, lora_of(config))
+    sizes = sizes_of(
+        hf,
+        vocab_size,
+        config.trainer,
+        lora_of(config),
+        has_value_head=config.policy_has_value_head,
+    )
     memory: int | None = None
     usable: int | None = None
     if config.placement.gpus_per_node:
@@ -112,7 +118,7 @@ def _host_bytes(config: RunConfig, s: Sizes) -> int:
     parameters = 0
     for stage in range(s.trainer.pipeline_parallel_size):
         parameters = max(parameters, _parameters_of_state(config, s, stage))
-    if config.critic is not None:
+    if config.has_own_critic:
         parameters *= 2
     ranks = min(config.placement.gpus_per_node, config.trainer.num_ranks)
     return ranks * parameters * HOST_BYTES_PER_PARAMETER
@@ -268,9 +274,9 @@ def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMem
         s, stage, frozen_routers=has_frozen_routers(config), on_gpu=work["on_gpu"]
     )
     parts = dict(static.parts)
-    if config.critic is not None:
+    if config.has_own_critic:
         of_critic = fullest_static(
-            replace(s, has_value_head=True),
+            replace(s, has_reward_head=True),
             stage,
             frozen_routers=has_frozen_routers(config),
             on_gpu=work["on_gpu"],
@@ -328,8 +334,8 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     weights = parameters * s.symbols["element"]
     published = bytes_of(weights_of_model, config.rollout.fp8, s.symbols["element"])
     num_valued = 0
-    if config.critic is not None:
-        of_critic = weights_of_chunk(replace(whole, has_value_head=True), 0, 0)
+    if config.has_own_critic:
+        of_critic = weights_of_chunk(replace(whole, has_reward_head=True), 0, 0)
         num_valued = sum(w.numel for w in of_critic)
     saved = (parameters + num_adapted) * s.symbols["element"]
     saved += 12 * trained

@@ -40,7 +40,8 @@ def images_go_with_plain_samples(run: RunConfig, model: ModelFacts) -> list[Viol
         return []
     found = []
     for table, why in _TABLES.items():
-        if getattr(run, table) is not None:
+        is_critic_that_sees = table == "critic" and run.policy_has_value_head
+        if getattr(run, table) is not None and not is_critic_that_sees:
             violation = Violation(
                 table,
                 f"{why} (the model, {model.model_type}, sees images)",

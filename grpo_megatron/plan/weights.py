@@ -33,7 +33,8 @@ class Sizes:
     model: Mapping[str, Any]  # `[megatron]` settings of the family
     hf: Mapping[str, Any]
     symbols: Mapping[str, Any]  # sizes on a rank, by their names in the closed forms
-    has_value_head: bool = False  # a number a token instead of the vocabulary's logits
+    has_reward_head: bool = False  # a number a token instead of the vocabulary's logits
+    has_value_head: bool = False  # a number a token beside the vocabulary's logits
     lora: LoraConfig | None = None  # adapters are trained, and nothing else
 
     @property
@@ -91,11 +92,13 @@ def sizes_of(
     vocab_size: int,
     trainer: TrainerConfig,
     lora: LoraConfig | None = None,
+    *,
+    has_value_head: bool = False,
 ) -> Sizes:
     """Return sizes from a config.json (or a preset's `[hf]` table) and a layout that obeys the
     rules.
 
-    lora: of a run that trains adapters."""
+    lora: of a run that trains adapters; has_value_head: of one whose policy has a value head."""
     fields = {**model_fields(hf), "vocab_size": vocab_size}
     model = megatron_settings(family_of(hf["model_type"]), fields)
     known = {
@@ -115,7 +118,7 @@ def sizes_of(
         known[name] = -(-total // known.get(divisor, 1))
     known["q_input"] = known.get("q_rank") or known["hidden"]
     fields["model_type"] = hf["model_type"]
-    return Sizes(trainer, model, fields, known, lora=lora)
+    return Sizes(trainer, model, fields, known, lora=lora, has_value_head=has_value_head)
 
 
 def is_matrix(form: str) -> bool:
@@ -139,7 +142,7 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
         return _weights_of_part(s, part, kind)
 
     pp = s.trainer.pipeline_parallel_size
-    tied = s.hf["tie_word_embeddings"] and not s.has_value_head
+    tied = s.hf["tie_word_embeddings"] and not s.has_reward_head
     is_first = stage == chunk == 0
     is_last = (stage, chunk) == (pp - 1, s.num_chunks - 1)
     table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"], is_trained=trained)
@@ -161,12 +164,14 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
         weights += moe if is_moe else mlp
     if is_last:
         weights += of("norm")
-        if s.has_value_head:
+        if s.has_reward_head:
             weights.append(Weight(s.symbols["hidden"]))  # not split: every TP rank has it
         elif not (is_first and tied):
             weights.append(table)
     if is_first:
         weights += _weights_of_tower(s)
+    if is_last and s.has_value_head:
+        weights.append(Weight(s.symbols["hidden"]))
     return weights
 
 

@@ -69,6 +69,9 @@ from grpo_megatron.weights.fp8_model import Fp8Model
 from grpo_megatron.weights.gather import on_rank_0
 from grpo_megatron.weights.publish_plan import Kept, OpenedStream
 
+_VALUE_HEAD = "value_head"
+"""In what a checkpoint says of itself: whether its weights have one beside them."""
+
 
 def _with_exact_sharing(config: RunConfig, hf: dict[str, Any]) -> RunConfig:
     """Turn `trainer.share_prefixes` off, and say so, where it would not be exact."""
@@ -96,10 +99,9 @@ class TrainerService:
         config = _with_exact_sharing(config, hf)
         self.config = config
         self.model_path = model_path
-        lora = config.lora
-        if config.cold_start is not None:
-            lora = None  # it trains the weights; the adapters come when it is over
-        self.policy = self._build_policy(hf, lora)
+        self._is_cold = config.cold_start is not None
+        """Whether the policy is what a cold start trains: the weights alone."""
+        self.policy = self._build_policy(hf)
         self.model_sender = ModelSender(
             self._published_weights(), config.publish, config.publish_carrier
         )
@@ -114,15 +116,21 @@ class TrainerService:
         if self.references.wanted:
             self.references.read_files(self.policy, self.load_hf)
         self.critic: Critic | None = None
-        if config.critic is not None:
+        if config.critic is not None and config.has_own_critic:
             self.critic = build_critic(config, config.critic, self.policy)
         self._pending: distributed.PendingCheckpoint | None = None
         self.teachers: Teachers | None = None
         if config.distillation is not None:
             self.teachers = Teachers(config, config.distillation, self._load_model)
 
-    def _build_policy(self, hf: dict[str, Any], lora: LoraConfig | None) -> Policy:
+    def _build_policy(self, hf: dict[str, Any]) -> Policy:
+        """Make what is trained next. Adapters and a value head come when a cold start is over."""
         config = self.config
+        lora = config.lora
+        has_value_head = config.policy_has_value_head
+        if self._is_cold:
+            lora = None
+            has_value_head = False
         temperature = 1.0
         if config.kind != "sft" and not config.trains_preferences:
             temperature = config.rollout.temperature
@@ -138,6 +146,7 @@ class TrainerService:
             lora,
             config.seed,
             num_scalars=num_scalars,
+            has_value_head=has_value_head,
             trains=config.trains,
         )
 
@@ -247,7 +256,7 @@ class TrainerService:
                     remedy="give that run's export, or convert the checkpoint: "
                     "grpo-megatron convert to-hf",
                 )
-            distributed.load_model(directory / "weights", self.policy.chunks, adapters=False)
+            distributed.load_model(directory / "weights", self.policy.chunks, weights_alone=True)
         else:
             hf_import.import_weights(self.policy.sharded, directory)
 
@@ -342,15 +351,19 @@ class TrainerService:
             assert self.config.cold_start is not None
             self.policy.reset_optimizer(self.config.cold_start.optimizer)
             return
-        self._begin_adapters()
+        self._end_cold_start()
         self.policy.reset_optimizer(self.config.optimizer)
 
-    def _begin_adapters(self) -> None:
-        """Freeze the weights that the cold start has trained, and train adapters from now on."""
-        if self.config.lora is None or self.policy.lora is not None:
+    def _end_cold_start(self) -> None:
+        """Put the adapters and the value head that RL trains beside the weights that the cold start
+        has trained."""
+        was_cold = self._is_cold
+        self._is_cold = False
+        is_as_it_was = self.config.lora is None and not self.config.policy_has_value_head
+        if is_as_it_was or not was_cold:
             return
         trained = self.policy
-        self.policy = self._build_policy(trained.hf, self.config.lora)
+        self.policy = self._build_policy(trained.hf)
         with torch.no_grad():
             for tensor, value in zip(base_tensors(self.policy), base_tensors(trained), strict=True):
                 tensor.copy_(value)
@@ -384,6 +397,8 @@ class TrainerService:
         policy = self.policy
         reference = self.references.save(policy, directory)
         state = {**state, "reference": reference, **self._state_of_adapters()}
+        if self.config.policy_has_value_head and not self._is_cold:
+            state[_VALUE_HEAD] = True
         trained = {distributed.WEIGHTS: policy}
         if self.critic is not None:
             trained[distributed.CRITIC] = self.critic.model
@@ -426,6 +441,7 @@ class TrainerService:
         reference_is_base = state.pop("reference_is_base", False)
         self._expect_adapters(directory, state.pop("lora", None))
         has_critic = state.pop("critic", False)
+        self._expect_value_head(directory, is_there=state.pop(_VALUE_HEAD, False))
         policy = self.policy
         if reference_is_base:
             self.references.begin_with_base()
@@ -465,6 +481,25 @@ class TrainerService:
             remedy="begin a new run with [critic] and the export of this one as model.path",
         )
 
+    def _expect_value_head(self, directory: Path, *, is_there: bool) -> None:
+        """Prepare for a checkpoint whose weights have a value head beside them, or none.
+
+        Raises CheckpointError where the recipe is about the other one."""
+        if is_there and self.config.policy_has_value_head:
+            self._end_cold_start()
+            return
+        if not is_there and (self._is_cold or not self.config.policy_has_value_head):
+            return
+        if is_there and not self.config.trains:  # a run that trained, and now only samples
+            return
+        if is_there:
+            problem = 'the checkpoint is of a run with critic.trunk = "policy"'
+            remedy = "resume with the [critic] with which the run began"
+        else:
+            problem = 'the checkpoint has no value head, and the recipe has critic.trunk = "policy"'
+            remedy = "begin a new run with [critic] and the export of this one as model.path"
+        raise CheckpointError(problem, where=str(directory), remedy=remedy)
+
     def _expect_adapters(self, directory: Path, saved: dict[str, Any] | None) -> None:
         """Prepare for a checkpoint with the adapters of `saved` (of `LoraConfig`; None: without).
 
@@ -482,7 +517,7 @@ class TrainerService:
                 where=str(directory),
                 remedy="resume with the settings of [lora] with which the run began",
             )
-        self._begin_adapters()
+        self._end_cold_start()
 
 
 def corrupt_files(directory: Path) -> list[str]:

@@ -30,6 +30,8 @@ CARRIED = "carried."
 """Begins the names of tensors that are kept although Megatron has no parameter for them."""
 ADAPTERS = "adapters."
 """Begins the names of parameters of adapters in a checkpoint; PEFT's names follow."""
+_ADAPTERS_IN_MODEL = ".adapters."
+_VALUE_HEAD = "value_head."
 _LAYER = "decoder.layers.{layer}."
 _EXPERT = re.compile(r"(\.experts\.)\d+\.")
 _KINDS = {
@@ -38,6 +40,12 @@ _KINDS = {
     "word_embeddings.": "vocab",
     "output_layer.": "vocab",
 }
+
+
+def is_beside_weights(name: str) -> bool:
+    """Whether a parameter of Megatron's model is none of the language model's, but of an adapter or
+    of the head of a critic."""
+    return _ADAPTERS_IN_MODEL in name or name.startswith(_VALUE_HEAD)
 
 
 _NUM_TENSORS = {"qkv": 3, "gate_up": 2}

@@ -12,6 +12,7 @@ from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.network import Endpoint
+from grpo_megatron.plan.hf_config import as_transformers_reads
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rollout import replica
 from tests.contract.pretended_gpus import GPUS_PER_NODE, in_a_process_of_its_own
@@ -63,7 +64,7 @@ def write_model(config: RunConfig, folder: Path) -> dict[str, Any]:
     processor = hf.pop("image_processor", None)
     if processor is not None:
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    (folder / "config.json").write_text(json.dumps(hf))
+    (folder / "config.json").write_text(json.dumps(as_transformers_reads(hf)))
     return hf
 
 

@@ -53,6 +53,17 @@ def test_ppo_learns_and_so_does_its_critic(tmp_path):
     assert sum(explained[-40:]) / 40 > 0.05
 
 
+def test_ppo_learns_with_a_critic_on_the_policys_layers(tmp_path):
+    recipe = "demo/ppo-shared-moe-cpu"
+    done = runs.command("train", recipe, f"runs_dir={tmp_path}", timeout_s=1200)
+    before, after = accuracies_of(done)
+    assert before <= 0.45
+    assert after >= 0.70
+    steps = runs.metrics(tmp_path / "demo-ppo-shared")
+    explained = [step["critic/explained_variance"] for step in steps]
+    assert sum(explained[-40:]) / 40 > sum(explained[:40]) / 40 + 0.05
+
+
 def test_shuffled_advantages_do_not_learn(tmp_path):
     before, after = accuracies(f"runs_dir={tmp_path}", "objective.shuffle_advantages=true")
     assert after <= before + 0.10

@@ -25,9 +25,10 @@ def real_bytes(
     value_head: bool = False,
     lora: dict[str, Any] | None = None,
     trains: bool = True,
+    head_beside: bool = False,
 ) -> dict[str, Any]:
     """Bytes that `build_policy` allocates on `rank`, and the sizes of its parameters by chunk; with
-    `value_head`, of a critic with the policy's layers."""
+    `value_head`, of a critic with the policy's layers; with `head_beside`, of a policy with one."""
     layout = TrainerConfig(**trainer, overlap_communication=overlaps)
     with ExitStack() as stack:
         stack.enter_context(building(layout, rank))
@@ -36,7 +37,13 @@ def real_bytes(
             stack.enter_context(mock.patch.object(policy, "build_models", _critics))
         adapters = LoraConfig(**lora) if lora else None
         built = policy.build_policy(
-            hf, layout, OptimizerConfig(), router_policy, lora=adapters, trains=trains
+            hf,
+            layout,
+            OptimizerConfig(),
+            router_policy,
+            lora=adapters,
+            has_value_head=head_beside,
+            trains=trains,
         )
         create_adam_state(built.optimizer)
         found = static_bytes_of(built)

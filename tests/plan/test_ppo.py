@@ -82,6 +82,20 @@ def test_a_recipe_with_a_critic_plans_it():
     assert saved == critic.parameters * (4 + 12)
 
 
+def test_a_critic_on_the_policys_layers_costs_its_head():
+    """Of the last stage: a weight for each size of the state, in float32 with Adam's moments."""
+    config = resolve("demo/ppo-shared-moe-cpu").config
+    without = resolve("demo/gspo-moe-cpu").config
+    parts = plan_of(config).worst.parts
+    assert not [name for name in parts if name.startswith("critic_")]
+    assert "critic_parameters" not in plan_of(config).numbers
+    hidden = load_preset(config.model.preset).hf["hidden_size"]
+    of_plain = plan_of(without).worst.parts
+    assert parts["weights"] - of_plain["weights"] == 4 * hidden
+    assert parts["gradients"] - of_plain["gradients"] == 4 * hidden
+    assert 0 < parts["optimizer"] - of_plain["optimizer"] <= 8 * hidden
+
+
 def test_numbers_without_padding():
     """A model on one rank, by hand: bfloat16, Adam."""
     recipe = "dense/qwen2.5-7b"

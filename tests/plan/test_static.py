@@ -78,9 +78,10 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
     hf = {"vocab_size": 96, **load_preset(name).hf}
     trainer = TrainerConfig(**layout)
     sizes = sizes_of(hf, hf["vocab_size"], trainer)
-    sizes = replace(sizes, has_value_head=settings.get("value_head", False))
+    sizes = replace(sizes, has_reward_head=settings.get("value_head", False))
     if "lora" in settings:
         sizes = sizes_of(hf, hf["vocab_size"], trainer, LoraConfig(**settings["lora"]))
+    sizes = replace(sizes, has_value_head=settings.get("head_beside", False))
     for rank in ranks_to_look_at(trainer, limit):
         real = world1.run(
             "tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout, rank=rank, **settings
@@ -167,6 +168,19 @@ def test_other_buffers(world1, settings, name):
 )
 def test_critics_with_a_value_head(world1, name, layout):
     compare(world1, name, layout, limit=2, value_head=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "settings"),
+    [
+        ("tiny-qwen3-moe", {"num_ranks": 4, "pipeline_parallel_size": 2}, {}),
+        ("qwen2.5-3b", {"num_ranks": 4, "tensor_parallel_size": 2}, {}),  # tied embeddings
+        ("tiny-qwen3-moe", {"num_ranks": 4, "expert_parallel_size": 2}, {"lora": {"rank": 4}}),
+        ("tiny-qwen2.5-vl", {"num_ranks": 2, "vision_tower": "trained"}, {}),
+    ],
+)
+def test_policies_with_a_value_head(world1, name, layout, settings):
+    compare(world1, name, layout, limit=2, head_beside=True, **settings)
 
 
 TRAINED = {"vision_tower": "trained"}

@@ -36,6 +36,11 @@ def test_the_recipe_is_valid_with_pipelines_tensor_ranks_and_several_engines():
     assert resolve(COUNT, flags).config.domains[0].source == "shapes"
 
 
+def test_a_critic_on_the_policys_layers_sees():
+    config = resolve(COUNT, ["objective.preset=ppo", "critic.trunk=policy"]).config
+    assert config.policy_has_value_head
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -67,6 +67,7 @@ class Setup:
         lora: LoraConfig | None = None,
         *,
         num_scalars: int = 0,
+        has_value_head: bool = False,
     ):
         info = RankInfo.from_environment()
         self.layout = TrainerConfig(
@@ -84,7 +85,12 @@ class Setup:
         seed_everything(1)
         self.hf = read_config(Path(model)) | (hf_overrides or {})
         self.policy: Policy = build_policy(
-            self.hf, self.layout, OPTIMIZER, lora=lora, num_scalars=num_scalars
+            self.hf,
+            self.layout,
+            OPTIMIZER,
+            lora=lora,
+            num_scalars=num_scalars,
+            has_value_head=has_value_head,
         )
         _earlier.append(self.policy)
         self.shards = self.policy.sharded.shards

@@ -1,5 +1,6 @@
 """Rules between `[critic]` and the other tables of a run."""
 
+from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 
@@ -53,15 +54,62 @@ def critics_belong_to_rl(run: RunConfig) -> Violation | None:
 
 @CRITIC_RULES.rule("critic")
 def critics_are_trained_whole(run: RunConfig) -> Violation | None:
-    """Refuse a critic beside adapters: it would need all the memory that they save."""
-    if run.critic is None or run.lora is None:
+    """Refuse a critic of its own beside adapters: it would need all the memory that they save."""
+    if not run.has_own_critic or run.lora is None:
         return None
     return Violation(
         "lora",
-        "a critic is trained whole, and has no adapters of its own",
+        "a critic with layers of its own is trained whole, and has no adapters",
         nearest=("null",),
-        remedy='or remove [critic] and take an advantage without one, as objective.preset = "grpo"',
-        related=("critic",),
+        remedy='or set critic.trunk = "policy", or take an advantage without a critic, as '
+        'objective.preset = "grpo"',
+        related=("critic", "critic.trunk"),
+    )
+
+
+@CRITIC_RULES.rule("critic_trunk")
+def heads_of_the_policy_have_nothing_of_their_own(run: RunConfig) -> list[Violation]:
+    """Refuse settings of a model that a critic on the policy's layers is not."""
+    critic = run.critic
+    if critic is None or critic.has_own_trunk:
+        return []
+    usual = CriticConfig()
+    why = {
+        "path": "its layers are the policy's, and `seed` draws its head",
+        "optimizer": "[optimizer] trains it with the policy",
+        "warmup_steps": "a step that trains it trains the policy's layers",
+    }
+    found = []
+    for name, reason in why.items():
+        if getattr(critic, name) == getattr(usual, name):
+            continue
+        violation = Violation(
+            f"critic.{name}",
+            f'a critic with trunk = "policy" has none: {reason}',
+            remedy=f'remove critic.{name}, or set critic.trunk = "own"',
+            related=("critic.trunk",),
+        )
+        found.append(violation)
+    return found
+
+
+@CRITIC_RULES.rule("critic_loss_weight")
+def losses_of_two_models_have_no_weights(run: RunConfig) -> Violation | None:
+    """Refuse a weight of the value loss where nothing else trains what it trains."""
+    critic = run.critic
+    if critic is None or not critic.has_own_trunk:
+        return None
+    usual = CriticConfig().loss_weight
+    if critic.loss_weight == usual:
+        return None
+    return Violation(
+        "critic.loss_weight",
+        f"{critic.loss_weight} weighs the value loss beside the policy's, and this critic has "
+        "layers and an optimizer of its own",
+        nearest=(usual,),
+        remedy="remove critic.loss_weight and set critic.optimizer.lr, or set critic.trunk = "
+        '"policy"',
+        related=("critic.trunk",),
     )
 
 

@@ -178,9 +178,9 @@ def predict_run(
     if config.trains:
         backward_ratio = constants["attention_backward_ratio"]
         trainer = trainer_seconds(trainer_work(sizes, load, backward_ratio), machine)
-        if config.critic is not None:
+        if config.has_own_critic:
             of_critic = replace(load, num_logprob_passes=1)  # its values
-            work = trainer_work(replace(sizes, has_value_head=True), of_critic, backward_ratio)
+            work = trainer_work(replace(sizes, has_reward_head=True), of_critic, backward_ratio)
             trainer = trainer.before(trainer_seconds(work, machine))
     at_once = _sequences_at_once(config, plan, lengths)
     step = StepSeconds(
@@ -254,7 +254,12 @@ def _num_logprob_passes(config: RunConfig) -> int:
     needs_old_logprobs = not is_on_policy and objective.proximal != "interpolated"
     compares_routers = objective.router_shift_floor is not None
     compares_routers = compares_routers and config.batch.updates_per_step > 1
-    if needs_old_logprobs or config.routing.replay == "r2" or compares_routers:
+    if (
+        needs_old_logprobs
+        or config.routing.replay == "r2"
+        or compares_routers
+        or config.policy_has_value_head
+    ):
         passes += 1
     if compares_routers:
         passes += 1

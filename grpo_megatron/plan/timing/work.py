@@ -226,7 +226,7 @@ def _layer_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
 
 def _end_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
     """Return the output layer and the loss, on the last stage."""
-    if stage != s.trainer.pipeline_parallel_size - 1 or s.has_value_head:
+    if stage != s.trainer.pipeline_parallel_size - 1 or s.has_reward_head:
         return Amounts()  # a value is one number a token
     tokens = batch.policy_tokens / s.trainer.context_parallel_size
     elements = s.symbols["vocabulary"] * s.symbols["hidden"]

@@ -42,7 +42,7 @@ from grpo_megatron.trainer.megatron.vision_tower import (
 )
 from grpo_megatron.trainer.routing.router_replay import RouteReplay
 from grpo_megatron.weights.gather import Shard, ShardedModel
-from grpo_megatron.weights.parameters import TensorMap, rules_for
+from grpo_megatron.weights.parameters import TensorMap, is_beside_weights, rules_for
 
 _LOCAL_EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc\d\.(?:weight|bias))(\d+)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -180,13 +180,16 @@ def describe_kernels(policy: Policy, layout: TrainerConfig) -> list[Kernel]:
 
 
 def base_tensors(policy: Policy) -> list[torch.Tensor]:
-    """List the parameters and buffers of this rank's model without those of adapters, in a fixed
-    order."""
-    of_adapters = {id(tensor) for tensor in adapter_tensors(policy)}
+    """List the parameters and buffers of this rank's language model, in a fixed order: without
+    those of adapters and of a value head."""
+    left_out = {id(tensor) for tensor in adapter_tensors(policy)}
+    for model in policy.models:
+        if model.has_value_head:
+            left_out.add(id(model.value_head.weight))
     tensors = []
     for model in policy.models:
         for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in of_adapters:
+            if id(tensor) not in left_out:
                 tensors.append(tensor.data)
     return tensors
 
@@ -232,14 +235,17 @@ def build_policy(
     seed: int = 0,
     *,
     num_scalars: int = 0,
+    has_value_head: bool = False,
     trains: bool = True,
 ) -> Policy:
     """Make a model with random weights, wrapped for data parallelism, and its optimizer.
 
     router_policy, temperature: of `RoutingConfig` and `RolloutConfig`; lora: train adapters, which
     begin as `seed` says, and nothing else; num_scalars: answer with so many scalars of a reward
-    model's head; trains: False freezes all weights, which then have neither gradients nor optimizer
-    state. Raises ConfigError for a family, a field or a value that is not supported."""
+    model's head; has_value_head: can say values beside log-probs, by a head that is trained too;
+    trains: False freezes all weights, which then have neither gradients nor optimizer state.
+
+    Raises ConfigError for a family, a field or a value that is not supported."""
     config = transformer_config(hf, layout)
     if router_policy != "none" or lora is not None:
         config.moe_router_bias_update_rate = 0.0
@@ -255,6 +261,8 @@ def build_policy(
             add_reward_head(model, num_scalars, seed)
         if lora is not None:
             add_adapters(model, hf, config, lora, seed)
+        if has_value_head:
+            add_value_head(model, seed)
         if not trains:
             model.requires_grad_(False)
         module: torch.nn.Module = model
@@ -360,7 +368,22 @@ def add_reward_head(model: PolicyModel, num_scalars: int, seed: int) -> None:
         return
     del model.output_layer
     model.has_reward_head = True
-    model.score = RewardHead(model.config.hidden_size, num_scalars, model.config.params_dtype, seed)
+    model.score = _head(model, num_scalars, seed)
+
+
+def add_value_head(model: PolicyModel, seed: int) -> None:
+    """Put a head of values beside the output layer, on the last pipeline stage."""
+    if not model.post_process:
+        return
+    model.has_value_head = True
+    model.value_head = _head(model, 1, seed)
+
+
+def _head(model: PolicyModel, num_scalars: int, seed: int) -> RewardHead:
+    """Make a head of a model chunk, where its weights are."""
+    config = model.config
+    head = RewardHead(config.hidden_size, num_scalars, config.params_dtype, seed)
+    return head.to(next(model.parameters()).device)
 
 
 def build_models(
@@ -434,7 +457,7 @@ def local_shards(chunks: Sequence[torch.nn.Module], num_experts: int) -> Iterato
     """Yield every weight and selection bias of this rank's chunks, under its global name.
 
     Names of chunks number their own layers and experts; `num_experts` are those of the model. What
-    adapters add to a weight is its addend; they are none themselves."""
+    adapters add to a weight is its addend; they are none themselves, nor is a value head."""
     for model in unwrap_model(list(chunks)):
         by_weight = {}
         if model.adapters is not None:
@@ -452,7 +475,7 @@ def _named_shards(model: PolicyModel, num_experts: int) -> Iterator[tuple[str, S
     first_expert = num_experts // experts.size() * experts.rank()
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     for name, parameter in _weights(model):
-        if ".adapters." not in name:
+        if not is_beside_weights(name):
             yield name, _shard(_global_name(name, layers, first_expert), parameter)
 
 

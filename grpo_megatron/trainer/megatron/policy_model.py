@@ -25,7 +25,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     `own` says which positions' next tokens are wanted here; what context-parallel ranks find on
     theirs comes together. With `own.kept`, log-probs are over the kept sets, and a third row is
     over everything; with `squared_probs`, a last row sums squared probabilities; with `teachers`, a
-    last row sums their divergences. Megatron would make logits for all positions."""
+    last row sums their divergences; with `values`, a last row is what the value head says at the
+    position before each token. Megatron would make logits for all positions."""
 
     real_vocab_size: int  # without the padding, which gets probability 0
     logprob_chunk_tokens: int
@@ -47,8 +48,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     score: RewardHead
     """Of a reward model: each row is one of its scalars at the position before each policy token; a
     row of 0 follows a single one."""
+    has_value_head: bool = False
+    value_head: RewardHead
+    """Of a critic that shares the policy's layers, on the last pipeline stage."""
     _own: OwnTokens
     _squared_probs: bool = False
+    _values: bool = False
     _teachers: Sequence[TeacherTokens] = ()
 
     def forward(
@@ -56,6 +61,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         *args: Any,
         own: OwnTokens,
         squared_probs: bool = False,
+        values: bool = False,
         teachers: Sequence[TeacherTokens] = (),
         images: RowImages | None = None,
         **kwargs: Any,
@@ -65,6 +71,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         images: of the row. Raises DataError where one cannot be read."""
         self._own = own
         self._squared_probs = squared_probs
+        self._values = values
         self._teachers = teachers
         if self.mrope_axes is not None:
             kwargs["packed_seq_params"].cu_seqlens_q.axes = self.mrope_axes
@@ -161,6 +168,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             keep_logits=self.keep_logits,
         )
         answer = torch.stack(found)
+        if self._values:
+            answer = torch.cat([answer, self.value_head(states)])
         teachers = [teacher for teacher in self._teachers if teacher.is_whole]
         if not teachers:
             return found_by_all(answer, own)

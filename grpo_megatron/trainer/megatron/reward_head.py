@@ -1,4 +1,4 @@
-"""The head of a reward model, in the place of the output layer."""
+"""The head of a reward model, in the place of the output layer, or of a critic, beside it."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ class RewardHead(torch.nn.Module):
 
     def __init__(self, hidden_size: int, num_scalars: int, dtype: torch.dtype, seed: int):
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(num_scalars, hidden_size, generator=generator) * _STD
+        generator = torch.Generator("cpu").manual_seed(seed)
+        weight = torch.randn(num_scalars, hidden_size, generator=generator, device="cpu") * _STD
         self.weight = torch.nn.Parameter(weight.to(dtype))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""The critic of PPO: a value model of its own, trained beside the policy on the same micro-batches.
+"""The critic of PPO: a value model of its own, trained beside the policy on the same micro-batches,
+or a head on the policy's own layers, trained with them.
 
-It is the policy's layers with a scalar head (`RewardHead`) in the place of the output layer, at the
-same layout; its scalar at the position before a policy token is V of that token's state. Values are
-computed when a step is trained, with the critic's weights of then: none is older than its step."""
+A model of its own is the policy's layers with a scalar head (`RewardHead`) in the place of the
+output layer, at the same layout. The scalar at the position before a policy token is V of that
+token's state. Values are computed when a step is trained, with the critic's weights of then: none
+is older than its step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.optimizer_step import (
+    LossFunction,
     apply_gradients,
     compute_gradients,
     logprob_pass,
@@ -94,7 +97,7 @@ class Critic:
         rate: learning rate; is_last: no other step follows, so that the weights are read next.
         Returns metrics, equal on all ranks. Raises TrainerError as `apply_gradients` does.
         Collective."""
-        num_counted = int(targets.is_counted[batch.flat_index(update.samples)].sum())
+        num_counted = num_counted_tokens(update, batch, targets)
         if num_counted == 0:
             return Stats()
         self.model.set_learning_rate(rate)
@@ -104,10 +107,16 @@ class Critic:
         return _without_policy_names(stats)
 
 
-class ValueLoss:
-    """A `LossFunction`: the mean value loss over the tokens of an optimizer step that count.
+def num_counted_tokens(update: UpdateBatch, batch: SampleBatch, targets: ValueTargets) -> int:
+    """Return how many tokens of an update teach the critic, on all ranks together."""
+    return int(targets.is_counted[batch.flat_index(update.samples)].sum())
 
-    num_counted: these tokens, of all ranks and micro-batches."""
+
+class ValueLoss:
+    """A `LossFunction`: the mean value loss over the tokens of an optimizer step that count. Values
+    are the first row of its output.
+
+    num_counted: these tokens, of all ranks and micro-batches; without any, the loss is 0."""
 
     def __init__(
         self,
@@ -124,7 +133,7 @@ class ValueLoss:
         self._domains = domains
 
     def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
-        """Return the micro-batch's loss and metrics. output: fp32 [2, n], the values first."""
+        """Return the micro-batch's loss and metrics. output: fp32 [1 or more, n]."""
         values = output[0]
         samples = torch.from_numpy(microbatch.samples)
         index = self._batch.flat_index(samples)
@@ -141,7 +150,25 @@ class ValueLoss:
         meter = MetricRecorder(domain[microbatch.sample], domain, self._domains)
         meter.mean("critic/loss", losses, where=is_counted)
         meter.mean("critic/clip_fraction", is_clipped.double(), where=is_counted)
-        return losses.sum() / self._num_counted, meter.stats
+        return losses.sum() / max(self._num_counted, 1), meter.stats
+
+
+class PolicyAndValueLoss:
+    """A `LossFunction` of layers that policy and critic share: `policy loss + weight * value loss`.
+
+    Its output is the policy's, and a last row of values."""
+
+    def __init__(self, policy: LossFunction, value: LossFunction, weight: float):
+        self._policy = policy
+        self._value = value
+        self._weight = weight
+
+    def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        """Return the micro-batch's loss and metrics. output: fp32 [3 or 4, n]."""
+        policy_loss, stats = self._policy(microbatch, output[:-1])
+        value_loss, of_values = self._value(microbatch, output[-1:])
+        stats.add(of_values)
+        return policy_loss + self._weight * value_loss, stats
 
 
 def _without_policy_names(stats: Stats) -> Stats:

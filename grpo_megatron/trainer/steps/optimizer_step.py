@@ -43,7 +43,7 @@ class LossFunction(Protocol):
 
     def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
         """Return this micro-batch's part of the step's loss, a scalar with gradient, and its
-        metrics. output: what `PolicyModel` computed, [2 or 3, n]."""
+        metrics. output: what `PolicyModel` computed, [2 to 4, n]."""
 
 
 def prepare(
@@ -148,16 +148,19 @@ def compute_gradients(
     batch: UpdateBatch,
     loss_function: LossFunction,
     routing: RoutingPass | None = None,
+    *,
+    values: bool = False,
 ) -> Stats:
     """Run forward and backward over all micro-batches; gradients stay in Megatron's buffers.
 
-    Returns metrics of the step, equal on all ranks. Collective."""
+    values: the loss gets those of the value head, too. Returns metrics of the step, equal on all
+    ranks. Collective."""
     stats = Stats()
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
     train = _TrainingOutput(loss_function, batch.loss_scale, stats)
-    _run_schedule(policy, batch, train, routing, forward_only=False)
+    _run_schedule(policy, batch, train, routing, forward_only=False, values=values)
     return reduce_stats(stats)
 
 
@@ -224,19 +227,24 @@ def logprob_pass(
     routing: RoutingPass | None = None,
     *,
     squared_probs: bool = False,
+    values: bool = False,
 ) -> list[torch.Tensor]:
     """Compute log-probs and entropies of the policy tokens, without gradients.
 
-    Returns for each micro-batch what `PolicyModel` gives, fp32 [2, n], and with `squared_probs` one
-    row more, the last; [2 or 3, 0] off the last pipeline stage. Without `routing` tokens go by the
-    live router."""
-    num_rows = 2
-    if squared_probs:
-        num_rows = 3
+    Returns for each micro-batch what `PolicyModel` gives, fp32 [2, n], one row more with
+    `squared_probs` and one more with `values`, in this order, the last ones; as many rows of 0
+    tokens off the last pipeline stage. Without `routing` tokens go by the live router."""
+    num_rows = 2 + int(squared_probs) + int(values)
     collect = _CollectOutput(len(batch.microbatches), num_rows)
     with torch.no_grad():
         _run_schedule(
-            policy, batch, collect, routing, forward_only=True, squared_probs=squared_probs
+            policy,
+            batch,
+            collect,
+            routing,
+            forward_only=True,
+            squared_probs=squared_probs,
+            values=values,
         )
     return collect.found
 
@@ -290,6 +298,7 @@ def _run_schedule(
     *,
     forward_only: bool,
     squared_probs: bool = False,
+    values: bool = False,
 ) -> None:
     """Run Megatron's pipeline schedule; `on_output` sees what the last stage computed."""
     for chunk in policy.chunks:
@@ -298,7 +307,7 @@ def _run_schedule(
     longest = max(microbatch.num_tokens for microbatch in batch.microbatches)
     with policy.replay.during(routing, batch.microbatches):
         megatron_schedule(
-            forward_step_func=_ForwardStep(policy.replay, on_output, squared_probs),
+            forward_step_func=_ForwardStep(policy.replay, on_output, squared_probs, values),
             model=list(policy.chunks),
             data_iterator=[iter(batch.microbatches) for _ in policy.chunks],
             num_microbatches=len(batch.microbatches),
@@ -315,6 +324,7 @@ class _ForwardStep:
     replay: RouteReplay
     on_output: _OnOutput
     squared_probs: bool
+    values: bool
 
     def __call__(
         self,
@@ -332,6 +342,7 @@ class _ForwardStep:
             packed_seq_params=microbatch.packed,
             own=microbatch.own,
             squared_probs=self.squared_probs,
+            values=self.values,
             teachers=microbatch.teachers,
             images=microbatch.images,
         )

@@ -37,7 +37,12 @@ from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.routing.expert_loads import expert_loads
 from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps import optimizer_step
-from grpo_megatron.trainer.steps.critic import Critic
+from grpo_megatron.trainer.steps.critic import (
+    Critic,
+    PolicyAndValueLoss,
+    ValueLoss,
+    num_counted_tokens,
+)
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.policy_gradient import MaskRecord, PolicyGradientLoss
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
@@ -50,7 +55,7 @@ class Training:
     `state` is `Objective.state` after the step before. With `replayed`, clip and mask decisions
     follow the recorded ones, which are not written anew. `exact`: these very weights sampled it,
     so the step proves that the engines have them, if it can. `critic`: of an objective whose
-    advantages are made of values."""
+    advantages are made of values, if it is a model beside the policy."""
 
     def __init__(
         self,
@@ -120,7 +125,7 @@ class Training:
         critic_s = self._compute_values()
         self.batch = replace(self.batch, tokens=self._token_columns())
         advantages = advantages_of(self.objective, self.batch)
-        if self.critic is not None:
+        if self.config.critic is not None:
             self.value_targets = value_targets(self.objective, self.batch)
         if self.config.objective.shuffle_advantages:
             advantages = self._shuffled(advantages)
@@ -246,7 +251,8 @@ class Training:
         loss_needs_it = not on_policy and self.config.objective.proximal != "interpolated"
         shift_needs_it = self.source.holds_shift and not one_update
         routing_needs_it = self.source.needs_old_pass or shift_needs_it
-        if columns_need_it or routing_needs_it or loss_needs_it:
+        values_need_it = self.config.policy_has_value_head
+        if columns_need_it or routing_needs_it or loss_needs_it or values_need_it:
             for update in self.updates:
                 self._old_pass(update)
         if self.objective.wants_reference:
@@ -262,14 +268,22 @@ class Training:
 
     def _old_pass(self, update: UpdateBatch) -> None:
         """Let the old policy, which the weights still are, compute log-probs and entropies of the
-        tokens."""
+        tokens, and values where it has a head for them."""
         update.old_routing = self.source.old_pass(update.routes)
         with_squares = "squared_probs" in self.needs
+        with_values = self.config.policy_has_value_head
         outputs = optimizer_step.logprob_pass(
-            self.policy, update, update.old_routing, squared_probs=with_squares
+            self.policy,
+            update,
+            update.old_routing,
+            squared_probs=with_squares,
+            values=with_values,
         )
         self.source.finish(update.old_routing, update)
         for microbatch, output in zip(update.microbatches, outputs, strict=True):
+            if with_values:
+                microbatch.values = output[-1]
+                output = output[:-1]
             if with_squares:
                 microbatch.old_squared_probs = output[-1]
                 output = output[:-1]
@@ -333,12 +347,18 @@ class Training:
         routing = self.source.training_pass(update, constants)
         # without a pass of the old policy, its log-probs are those of the first optimizer step
         has_old_logprobs = self.is_untouched or update.microbatches[0].old_logprobs is not None
-        loss = self._loss(constants, epoch, has_old_logprobs=has_old_logprobs)
-        stats = optimizer_step.compute_gradients(self.policy, update, loss, routing)
+        policy_loss = self._loss(constants, epoch, has_old_logprobs=has_old_logprobs)
+        loss: optimizer_step.LossFunction = policy_loss
+        with_values = self.config.policy_has_value_head
+        if with_values:
+            loss = self._with_value_loss(policy_loss, update)
+        stats = optimizer_step.compute_gradients(
+            self.policy, update, loss, routing, values=with_values
+        )
         self._require_agreement(stats)
         stats = optimizer_step.apply_gradients(self.policy, stats, gather=is_last)
         self.is_untouched = False
-        self.recorded_masks[epoch] += loss.recorded_masks()
+        self.recorded_masks[epoch] += policy_loss.recorded_masks()
         self.source.finish(routing, update)
         return stats
 
@@ -360,6 +380,21 @@ class Training:
                 and has_old_logprobs
             ),
         )
+
+    def _with_value_loss(
+        self, policy_loss: PolicyGradientLoss, update: UpdateBatch
+    ) -> PolicyAndValueLoss:
+        """Add the loss of a critic that shares the policy's layers to that of an update."""
+        settings = self.config.critic
+        assert settings is not None  # the policy has a value head
+        value_loss = ValueLoss(
+            settings,
+            self.batch,
+            self.value_targets,
+            num_counted_tokens(update, self.batch, self.value_targets),
+            self.objective.domains,
+        )
+        return PolicyAndValueLoss(policy_loss, value_loss, settings.loss_weight)
 
     def _replayed_masks_of(self, epoch: int) -> Mapping[str, torch.Tensor] | None:
         """Return the recorded masks of an epoch, bool [n] by name; None where nothing is
@@ -462,7 +497,7 @@ class Training:
             metrics["optimizer/lr"] = float(np.mean(trained.rates))
         if trained.shares:
             metrics["optimizer/ess_fraction"] = float(np.mean(trained.shares))
-        if self.critic is not None:
+        if self.config.critic is not None:
             metrics.update(measured(self.value_targets))
         return metrics
 

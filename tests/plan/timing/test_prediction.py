@@ -103,6 +103,15 @@ def test_a_critic_costs_its_passes():
     assert found.trainer_s > without.trainer_s + found.logprobs_s - without.logprobs_s
 
 
+def test_a_critic_on_the_policys_layers_costs_the_pass_of_the_old_policy():
+    on_policy = [SMALL, "batch.updates_per_rollout=1", "batch.max_staleness=0"]
+    without = predicted(*on_policy, "objective.preset=grpo", "objective.kl=none")
+    shared = ["objective.preset=ppo", "objective.kl=none", "critic.trunk=policy"]
+    found = predicted(*on_policy, *shared)
+    assert without.logprobs_s == 0 < found.logprobs_s
+    assert found.forward_backward_s == without.forward_backward_s
+
+
 def test_shared_prompts_are_computed_once():
     shared = predicted(SMALL, prompt_tokens=1000, answer_tokens=1000)
     alone = predicted(SMALL, "trainer.share_prefixes=false", prompt_tokens=1000, answer_tokens=1000)
