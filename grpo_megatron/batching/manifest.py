@@ -32,6 +32,8 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Names, in the order of the column `domain`."""
     verified_replicas: list[int] = []
     """Engines of which the samples can show what they compute."""
+    engines: list[str] = []
+    """Name of the engine that answered each group."""
     sampler: dict[str, Any] = {}
     """State of the prompt sampler after the step's draws."""
     metrics: dict[str, float] = {}

@@ -5,6 +5,7 @@ step_000100/critic/        the same of a run's critic, which nothing else reads
 step_000100/complete.json  without it the checkpoint does not exist
 step_000100/digests.json   of every file, as it was read back from disk
 reference_step_000100/     reference weights, written when new; checkpoints name theirs
+  remainder/               what a moving average of them is beyond their dtype
 
 A save copies what it saves, and its files are written beside what the trainer does next
 (`PendingCheckpoint`)."""
@@ -15,7 +16,8 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +190,7 @@ def _finish_directory(working: Path, directory: Path, known: Mapping[str, Any]) 
     dist.barrier()
     names = []
     for path in working.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path != working / DIGESTS:
             names.append(str(path.relative_to(working)))
     names_on_rank_0 = sorted(all_gathered(names)[0])  # nodes may list differently
     found: dict[str, Any] = {}
@@ -245,16 +247,24 @@ def load_checkpoint(
     optimizer.load_state_dict(_fill(chunks, state, directory / part)["optimizer"])
 
 
-def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Write the model's weights alone. Collective."""
+def save_models(
+    directory: Path,
+    chunks: Sequence[torch.nn.Module],
+    parts: Mapping[str, AbstractContextManager[None]],
+) -> None:
+    """Write weights alone: by the folder below `directory` that gets them, those that the model has
+    within a block. Collective."""
     with _atomic_directory(directory) as working:
-        dist_checkpointing.save(model_state(chunks), str(working))
+        for folder, with_weights in parts.items():
+            on_rank_0(partial((working / folder).mkdir, exist_ok=True))
+            with with_weights:
+                dist_checkpointing.save(model_state(chunks), str(working / folder))
 
 
 def load_model(
     directory: Path, chunks: Sequence[torch.nn.Module], *, weights_alone: bool = False
 ) -> None:
-    """Fill the model from `save_model`'s files, written at any layout. Collective.
+    """Fill the model from a folder of `save_models`, written at any layout. Collective.
 
     weights_alone: leaves adapters and a value head, if the model has them, as they are. Raises
     CheckpointError where the files cannot be read, or are of another model."""

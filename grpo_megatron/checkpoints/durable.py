@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.errors import CheckpointError, GrpoMegatronError, SetupError
 from grpo_megatron.files import replace_directory, sync, write_atomically
 
@@ -27,8 +28,10 @@ _NOT_COPIED = (
     ".index.json",
     "complete.json",
     "conversion.json",
+    DIGESTS,
     ".lock",
 )
+"""Ends of names of what is about the weights themselves, which are written anew."""
 
 
 def working_directory(final: Path) -> Path:

@@ -30,6 +30,8 @@ from grpo_megatron.weights.carrier_names import LinkKind
 from grpo_megatron.weights.tensor_entry import TensorEntry
 
 LOGPROB_CHECK_TOKENS = 16
+LOGPROB_CHECK_SECONDS = "canary/seconds"
+"""The metric that says how long a log-prob check took; the others of a check are differences."""
 _LOOK_S = 0.2
 # Recipes and metrics call the log-prob check `canary` (`publish.canary`, `canary/abs_max`); names
 # that files and seeds are made from keep the word too.
@@ -283,7 +285,7 @@ class Publisher:
         while num_checked == 0:
             await self.engines.wait_alive()
             num_checked = await self._check_engines(prompts, metrics)
-        metrics["canary/seconds"] = time.perf_counter() - started
+        metrics[LOGPROB_CHECK_SECONDS] = time.perf_counter() - started
         return metrics
 
     async def _check_engines(self, prompts: Sequence[Prompt], metrics: dict[str, float]) -> int:

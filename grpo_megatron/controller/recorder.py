@@ -156,12 +156,12 @@ def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
 def record_completions(
     directory: Path,
     samples: Sequence[tuple[int, Prompt, Completion]],
-    name: str = "completions",
+    engine: str = "",
     images: ImageFolder | None = None,
 ) -> None:
     """Write (optimizer step, prompt, completion) for the trainer to compute, one sample each.
 
-    images: as of `record_step`."""
+    engine: the name of the one that answered, if one did; images: as of `record_step`."""
     groups = []
     for _, prompt, completion in samples:
         groups.append(RolloutGroup(prompt, (completion,), 0))
@@ -175,8 +175,11 @@ def record_completions(
             rows.append(row)
     working = begin_step(directory)
     _link_images([group.prompt for group in groups], images, working)
-    shard = write_shard(working / f"{name}.safetensors", groups)
-    finish_step(directory, [shard], rows, StepFacts())
+    shard = write_shard(working / "completions.safetensors", groups)
+    facts = StepFacts()
+    if engine:
+        facts = StepFacts(engines=[engine] * len(groups))
+    finish_step(directory, [shard], rows, facts)
 
 
 def starting_steps(config: RunConfig, run_dir: RunDir) -> list[int]:

@@ -20,7 +20,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.alarms import alarms_of
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.evaluation import HeldOutEvaluator
-from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.publishing import LOGPROB_CHECK_SECONDS, Publisher
 from grpo_megatron.controller.recorder import prune_store, starting_steps
 from grpo_megatron.controller.rollout_batch import RecordedStep, StepSource
 from grpo_megatron.controller.sampling_chain import SamplingChain
@@ -36,7 +36,13 @@ from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
 from grpo_megatron.telemetry.samples import write_samples
-from grpo_megatron.trainer.requests import FinishCheckpoint, SaveCheckpoint, Train, TrainReport
+from grpo_megatron.trainer.requests import (
+    FinishCheckpoint,
+    RenewReference,
+    SaveCheckpoint,
+    Train,
+    TrainReport,
+)
 
 _NUM_CHECK_PROMPTS = 8
 
@@ -149,8 +155,12 @@ class RLLoop:
             return recorded
         self._publisher.unchecked.clear()
         logprob_check = dict(recorded.logprob_check)
-        for name, worst in (await self._check_logprobs()).items():
-            logprob_check[name] = max(worst, logprob_check.get(name, worst))
+        for name, value in (await self._check_logprobs()).items():
+            earlier = logprob_check.get(name, 0.0)
+            if name == LOGPROB_CHECK_SECONDS:
+                logprob_check[name] = earlier + value
+            else:
+                logprob_check[name] = max(earlier, value)
         return replace(recorded, logprob_check=logprob_check)
 
     async def _collect_checked(self, sampling: Awaitable[RecordedStep]) -> RecordedStep:
@@ -191,6 +201,7 @@ class RLLoop:
         Raises MismatchError where the samples show that an engine computes something else; the
         step is out of the store then."""
         if recorded.facts.is_skipped:
+            await self._trainer.call(RenewReference(after=recorded.step))
             return TrainReport(metrics={}, state=self.state.objective, updates=0, tokens=0)
         config = self.config
         directory = recorded.directory

@@ -194,6 +194,7 @@ class StepSampler:
             stale=is_stale,
             domains=[domain.name for domain in config.domains],
             verified_replicas=sorted(verified_replicas),
+            engines=[f"rollout-{scored.group.replica}" for scored in groups],
             sampler=sampled.sampler,
             metrics=sampled.metrics | of_ages,
             extremes=extremes(step, groups, config.telemetry.samples_per_step),

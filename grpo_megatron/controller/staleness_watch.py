@@ -64,7 +64,7 @@ def answers_of(groups: Sequence[ScoredGroup]) -> tuple[float, ...]:
     lengths = []
     for group in groups:
         for completion in group.group.completions:
-            lengths.append(float(completion.num_tokens))
+            lengths.append(float(completion.num_policy_tokens))
     if not lengths:
         return ()
     return spread_answers(lengths, _NUM_ANSWERS)

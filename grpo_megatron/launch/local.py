@@ -34,6 +34,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     refuse_unset_keys(resolved.config)
     refuse_unreadable_problems(resolved.config)
     with run_lock(run_dir):
+        run_dir.refuse_existing(overwrite=overwrite)  # one that has begun since
         _remove_earlier_run(run_dir)
         return _run(resolved, run_dir, in_job)
 

@@ -38,5 +38,7 @@ def run_lock(run_dir: RunDir) -> Iterator[None]:
             holder += f", Slurm job {job}"
         file.write(holder)
         file.flush()
-        yield
-        file.truncate(0)
+        try:
+            yield
+        finally:
+            file.truncate(0)

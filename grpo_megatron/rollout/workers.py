@@ -165,9 +165,11 @@ class WorkerPool:
         """Take the worker of a replica that leaves the run out of the pool."""
         self._workers.pop(index, None)
 
-    def lose(self, index: int, cause: EngineError) -> None:
-        """Take a worker that has died out of the pool, and say so once."""
-        if self._workers.pop(index, None) is not None:
+    def lose(self, index: int, worker: Worker, cause: EngineError) -> None:
+        """Take a worker that has died out of the pool, and say so once; one that has taken its
+        place since stays."""
+        if self._workers.get(index) is worker:
+            del self._workers[index]
             self._on_death(index, cause)
 
 
@@ -338,7 +340,7 @@ class _Call:
                 await self._serve(part, replica, worker)
             except WorkerLost as error:
                 self._queue.appendleft(part)
-                self._workers.lose(index, error)
+                self._workers.lose(index, worker, error)
             except _NoEngine:
                 self._queue.appendleft(part)
             finally:

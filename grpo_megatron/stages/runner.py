@@ -10,17 +10,18 @@ from functools import partial
 from grpo_megatron.errors import (
     INTERRUPTED_EXIT_CODE,
     ConfigError,
-    EpisodeError,
     GateError,
     GrpoMegatronError,
-    RewardError,
 )
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
 from grpo_megatron.launch.bindings import (
     SKIP_REMEDY,
     refuse_unbound_environments,
+    refuse_unbound_objective,
     refuse_unbound_rewards,
+    refuse_unreadable_problems,
+    refuse_unset_keys,
 )
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
@@ -126,8 +127,8 @@ def submit_graph(
     """Submit a job for each stage that is not done, after its parents' jobs; returns job ids by
     stage. Jobs of stages that build on a failed one are cancelled by Slurm.
 
-    Errors as by `slurm.submit`; RewardError, before any job, where `check_rewards` and a stage's
-    rewards cannot be called."""
+    Errors as by `slurm.submit`; before any job, what a stage's controller or trainer would raise of
+    its problems and, where `check_rewards`, of its functions and keys."""
     records = Records(graph)
     jobs: dict[str, str] = {}
     stopped: set[str] = set()
@@ -135,8 +136,7 @@ def submit_graph(
     slurm.render_job(
         graph.root, site, slurm.JobSizes()
     )  # a wrong site must not cost earlier results
-    if check_rewards:
-        _refuse_unbound_rewards(graph, records)
+    _refuse_what_stages_lack(graph, records, check_rewards=check_rewards)
     with run_lock(records.directory):
         for name in graph.order:
             state = records.state(name)
@@ -181,16 +181,26 @@ def _refuse_cpu_engine(graph: Graph, records: Records, names: Sequence[str]) -> 
             raise
 
 
-def _refuse_unbound_rewards(graph: Graph, records: Records) -> None:
+def _refuse_what_stages_lack(graph: Graph, records: Records, *, check_rewards: bool) -> None:
+    """Raise, before any stage is queued, what the controller or the trainer of one would. Problems
+    of a stage whose parents have not run, which may be theirs to write, are not read.
+
+    check_rewards: also functions and variables of the environment, which may be there on the
+    cluster alone."""
     for name in graph.order:
-        is_merge = graph.table.stages[name].recipe is None
-        if is_merge or records.state(name) is State.DONE:
+        stage = graph.table.stages[name]
+        if stage.recipe is None or records.state(name) is State.DONE:
             continue
         try:
             config = graph.resolve(name).config
-            refuse_unbound_rewards(config, remedy=SKIP_REMEDY)
-            refuse_unbound_environments(config, remedy=SKIP_REMEDY)
-        except (RewardError, EpisodeError) as error:
+            if check_rewards:
+                refuse_unbound_objective(config)
+                refuse_unbound_rewards(config, remedy=SKIP_REMEDY)
+                refuse_unbound_environments(config, remedy=SKIP_REMEDY)
+                refuse_unset_keys(config)
+            if all(records.state(parent) is State.DONE for parent in stage.parents):
+                refuse_unreadable_problems(config)
+        except GrpoMegatronError as error:
             error.where = f"stage {name}, {error.where}"
             raise
 

@@ -88,6 +88,14 @@ class SnapshotReference(Request[None], frozen=True, tag=True):
     """RL begins: the policy as it is now is its own reference."""
 
 
+class RenewReference(Request[None], frozen=True, kw_only=True, tag=True):
+    """A step had nothing to train: the reference is renewed where it is due after that step, as
+    `Train` does."""
+
+    after: int
+    """The step, from 0."""
+
+
 # --- preferences
 
 
@@ -216,6 +224,7 @@ AnyRequest = (
     | TrainColdStart
     | ResetOptimizer
     | SnapshotReference
+    | RenewReference
     | TakeWeights
     | ScoreAnswers
     | ScoreSteps

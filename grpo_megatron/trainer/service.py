@@ -44,6 +44,7 @@ from grpo_megatron.trainer.requests import (
     LogprobComparison,
     MeasureLogprobDiff,
     OpenTransfer,
+    RenewReference,
     ResetOptimizer,
     SaveCheckpoint,
     ScoreAnswers,
@@ -161,6 +162,8 @@ class TrainerService:
                 return self.reset_optimizer(cold_start=cold_start)
             case SnapshotReference():
                 return self.snapshot_reference()
+            case RenewReference(after=step):
+                return self.renew_reference(step)
             case TakeWeights(directory=directory):
                 return self.load_hf(directory)
             case ScoreAnswers(directory=directory):
@@ -289,12 +292,16 @@ class TrainerService:
                 request.num_updates,
                 self.teachers,
             )
-        interval = self.config.objective.reference_interval
-        is_due = interval > 0 and (table.manifest.step + 1) % interval == 0
-        if is_due and self.references.wanted:
-            self.references.refresh(self.policy)
+        self.renew_reference(table.manifest.step)
         report.metrics["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
         return replace(report, memory=self._memory())
+
+    def renew_reference(self, step: int) -> None:
+        """Let the reference follow the policy, if that is due after a step of the run."""
+        interval = self.config.objective.reference_interval
+        is_due = interval > 0 and (step + 1) % interval == 0
+        if is_due and self.references.wanted:
+            self.references.refresh(self.policy)
 
     def _memory(self) -> dict[str, dict[str, int]]:
         """Return bytes of this rank's models by component, counted on their tensors."""

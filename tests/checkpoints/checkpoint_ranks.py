@@ -204,7 +204,12 @@ def export_after_training(
 
 
 def resume_with_reference(
-    model: str, samples: str, layout: dict[str, Any], root: str, interval: int
+    model: str,
+    samples: str,
+    layout: dict[str, Any],
+    root: str,
+    interval: int,
+    precision: str = "float32",
 ) -> dict[str, Any]:
     """Train, save twice, train on; then load the second checkpoint in a fresh trainer and save."""
     config = RunConfig.model_validate(
@@ -212,7 +217,7 @@ def resume_with_reference(
             "name": "case",
             "model": {"preset": "tiny-qwen3-moe"},
             "optimizer": {"lr": 1e-3},
-            "trainer": {"precision": "float32", "num_threads": 1, **layout},
+            "trainer": {"precision": precision, "num_threads": 1, **layout},
             "objective": {
                 "preset": "grpo",
                 "kl": "k3",
@@ -260,3 +265,26 @@ def resume_with_reference(
         "found": found,
         "expected": expected,
     }
+
+
+def saves_after_a_checkpoint(model: str, root: str) -> tuple[list[str], dict[str, Any]]:
+    """Save a run that began with the checkpoint of another one; returns the files of it that are
+    not as written, and what a trainer that loads it is told."""
+    config = RunConfig.model_validate(
+        {
+            "name": "case",
+            "model": {"preset": "tiny-qwen3-moe"},
+            "trainer": {"precision": "float32", "num_threads": 1},
+            "objective": {"preset": "gspo"},
+            "domains": [
+                {"name": "even", "source": "file", "path": "x", "rewards": [{"function": "a:b"}]}
+            ],
+        }
+    )
+    start = model
+    for name in ("first", "second"):
+        directory = Path(root) / name / "step_000001"
+        trainer_side.start(config, start)
+        trainer_side.execute(SaveCheckpoint(directory=directory, state={"step": 1}))
+        start = str(directory)
+    return corrupt_files(directory), trainer_side.execute(LoadCheckpoint(directory))

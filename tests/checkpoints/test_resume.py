@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from grpo_megatron.checkpoints.retention import complete_steps, prune
+from grpo_megatron.checkpoints.retention import complete_steps, prune, sizes_match
 from grpo_megatron.errors import SetupError
 from tests.trainer.models import MOE, write_model
 from tests.trainer.vision import write_vision_model, write_vision_samples
@@ -145,12 +146,12 @@ def test_an_optimizer_that_never_stepped(request, resume, moe_model, samples, tm
 
 
 @pytest.mark.parametrize(
-    ("interval", "references"),
-    [(0, [1]), (1, [1, 2])],
-    ids=["never refreshed", "refreshed by every step"],
+    ("interval", "references", "precision"),
+    [(0, [1], "float32"), (1, [1, 2], "float32"), (1, [1, 2], "bfloat16")],
+    ids=["never refreshed", "refreshed by every step", "an average finer than its dtype"],
 )
 def test_reference_weights_are_saved_once_and_resumed(
-    world2, moe_model, samples, tmp_path, interval, references
+    world2, moe_model, samples, tmp_path, interval, references, precision
 ):
     found = world2.run(
         CASES + "resume_with_reference",
@@ -159,11 +160,14 @@ def test_reference_weights_are_saved_once_and_resumed(
         layout={"num_ranks": 2, "pipeline_parallel_size": 2},
         root=str(tmp_path),
         interval=interval,
+        precision=precision,
     )
     assert found["files"] == [
         *(f"reference_step_{n:06d}" for n in references),
         *(f"step_{n:06d}" for n in (1, 2, 3)),
     ]
+    has_remainder = (tmp_path / "reference_step_000001" / "remainder").is_dir()
+    assert has_remainder == (precision == "bfloat16")
     assert found["loaded"] == found["state"]
     assert found["found"] == found["expected"] and found["found"]["reference/k3"] > 0
     prune(tmp_path, keep=1)
@@ -171,6 +175,17 @@ def test_reference_weights_are_saved_once_and_resumed(
         f"reference_step_{references[-1]:06d}",
         "step_000003",
     ]
+
+
+def test_a_run_that_begins_with_a_checkpoint_has_whole_ones(world1, moe_model, tmp_path):
+    """Side files of the one it begins with are copied; its list of digests is none of them."""
+    corrupt, loaded = world1.run(
+        CASES + "saves_after_a_checkpoint", model=moe_model, root=str(tmp_path)
+    )
+    assert corrupt == [] and loaded == {"step": 1}
+    assert sizes_match(tmp_path / "second" / "step_000001")
+    written = json.loads((tmp_path / "second" / "step_000001" / "digests.json").read_text())
+    assert "digests.json" not in written and "config.json" in written
 
 
 @pytest.fixture

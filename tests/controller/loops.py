@@ -26,7 +26,13 @@ from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
-from grpo_megatron.trainer.requests import FinishCheckpoint, SaveCheckpoint, Train, TrainReport
+from grpo_megatron.trainer.requests import (
+    FinishCheckpoint,
+    RenewReference,
+    SaveCheckpoint,
+    Train,
+    TrainReport,
+)
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 from tests.controller.scored_groups import completion, prompt_of
 
@@ -74,6 +80,7 @@ class Loop:
         self.dropped: list[int] = []  # steps that were asked for in vain
         self.publish_fails_at: int | None = None  # weight version
         self.exact: list[bool] = []  # by `Train` request
+        self.renewed: list[int] = []  # steps without anything to train
         self.checked: list[int] = []  # weight versions for which prompts were sent
         self.written = lambda place, completion: completion  # by its place in what was asked
         self.num_engines = 1  # p8 is asked of the one after that of p7
@@ -250,8 +257,11 @@ class Loop:
         return {"canary/seconds": 0.0}
 
     async def call(
-        self, request: Train | SaveCheckpoint | FinishCheckpoint
+        self, request: Train | SaveCheckpoint | FinishCheckpoint | RenewReference
     ) -> TrainReport | bool | None:
+        if isinstance(request, RenewReference):
+            self.renewed.append(request.after)
+            return None
         if isinstance(request, SaveCheckpoint):
             assert self.unfinished is None
             self.unfinished = request

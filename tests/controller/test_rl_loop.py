@@ -141,6 +141,7 @@ def test_steps_without_a_kept_group_are_skipped_and_the_run_goes_on(tmp_path, va
     state = loop.run()
     assert [name for name, _ in loop.trained] == [f"step_{s:06d}" for s in (0, 3, 4, 5)]
     assert state.updates == 4 and state.step == 6
+    assert loop.renewed == [1, 2]  # the reference follows the policy after these, too
     records = loop.metrics()
     assert [r["sampling/skipped_steps"] for r in records] == [0, 1, 1, 0, 0, 0]
     assert records[1]["sampling/missing"] == 4 and records[1]["sampling/rounds"] == 5

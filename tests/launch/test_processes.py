@@ -1,5 +1,6 @@
 """Children that cannot outlive their supervisor."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -111,6 +112,33 @@ def test_a_run_directory_has_one_writer(tmp_path):
     first.__exit__(None, None, None)
     with run_lock(run_dir):
         pass
+
+
+def test_a_run_that_fails_leaves_nobody_in_its_lock(tmp_path):
+    """A name in it would keep others out while the Slurm job that it names lives."""
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(ZeroDivisionError), run_lock(run_dir):
+        assert run_dir.lock.read_text()
+        raise ZeroDivisionError
+    assert run_dir.lock.read_text() == ""
+
+
+def test_a_run_that_has_begun_since_is_not_removed(tmp_path, monkeypatch):
+    """Two starts under one name, of which both have looked before one of them began."""
+    from grpo_megatron.launch import local
+    from grpo_megatron.plan.resolve import resolve
+
+    @contextlib.contextmanager
+    def after_the_other(run_dir):
+        run_dir.config.write_text("{}")
+        yield
+
+    monkeypatch.setattr(local, "run_lock", after_the_other)
+    resolved = resolve("demo/gspo-moe-cpu", [f"runs_dir={tmp_path}", "name=taken"])
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ConfigError, match="exists"):
+        local.train(resolved)
+    assert (tmp_path / "taken" / "config.json").read_text() == "{}"
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path):

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import gc
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -214,6 +215,18 @@ def test_a_lost_worker_costs_its_chunk_and_nothing_counts_twice(tmp_path):
     assert {len(group.completions) for group in groups} == {4}
     places = {(c.shard.path, c.index) for group in groups for c in group.completions}
     assert len(places) == 40
+
+
+def test_a_worker_that_took_the_place_of_a_lost_one_stays():
+    """A call of the one before it may end long after that has died."""
+    lost = []
+    earlier, later = SimpleNamespace(), SimpleNamespace()
+    pool = WorkerPool({0: earlier}, on_death=lambda index, cause: lost.append(index))
+    pool.lose(0, earlier, WorkerLost("worker-0 ended"))
+    pool.add(0, later)
+    pool.lose(0, earlier, WorkerLost("worker-0 ended"))
+    assert lost == [0]
+    assert pool.beside(0) == (0, later)
 
 
 def test_the_last_lost_worker_is_an_error(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from grpo_megatron import assets
 from grpo_megatron.checkpoints import merge
 from grpo_megatron.config.gates import parse_gate
-from grpo_megatron.errors import ConfigError, GateError, RunLockedError
+from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, RunLockedError
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.stages import records as records_module
 from grpo_megatron.stages import runner
@@ -308,6 +308,31 @@ def test_submitting_keeps_what_was_begun_here(graph_file, monkeypatch):
     monkeypatch.setattr(runner.slurm, "submit", lambda resolved, site, after: "8")
     assert submit_graph(graph, "bare", print)["base"] == "7"
     assert run_dir.checkpoints.exists() and (run_dir.slurm / "train.sbatch").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["objective.advantage=no_such_module:f", "objective.advantage_std=none"],
+            "no_such_module",
+        ),
+        (['domains.0.template="{question} {metadata[nothing]}"'], "nothing"),
+    ],
+)
+def test_submitting_finds_what_a_stage_lacks_before_it_queues_one(
+    graph_file, monkeypatch, settings, words
+):
+    recipe = 'recipe = "stages/tiny-base"'
+    changed(graph_file, recipe, f"{recipe}\nsettings = {json.dumps(settings)}")
+    for name in ("VENV", "PARTITION"):
+        monkeypatch.setenv(name, "x")
+    queued = []
+    monkeypatch.setattr(runner.slurm, "submit", lambda resolved, site, after: queued.append(site))
+    with pytest.raises(GrpoMegatronError, match=words) as caught:
+        submit_graph(load_graph(graph_file), "bare", print, check_rewards=True)
+    assert caught.value.where.startswith("stage base, ")
+    assert queued == []
 
 
 def test_submitting_waits_for_nobody(graph_file, monkeypatch):

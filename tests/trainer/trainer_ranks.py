@@ -391,3 +391,28 @@ def truncated_logprobs(
     assert torch.equal(usable, ~microbatch.kept.missing)
     order = np.argsort(microbatch.table_rows[microbatch.sample.numpy()], kind="stable")
     return output[[0, 2]].numpy()[:, order], usable.numpy()[order]
+
+
+def moving_average(model: str, precision: str, ema: float, times: int) -> dict[str, np.ndarray]:
+    """A weight before and after the policy leapt, and of a reference that followed it so often."""
+    setup = Setup(model, {"precision": precision})
+    config = setup.config(
+        preset="grpo", kl="k3", kl_beta=0.1, reference_interval=1, reference_ema=ema
+    )
+    references = References(config)
+    references.snapshot(setup.policy)
+    [weight] = [
+        shard.tensor
+        for shard in setup.shards
+        if "layers.0.self_attention.linear_proj" in shard.name
+    ]
+    before = weight.detach().float().numpy().copy()
+    with torch.no_grad():
+        weight.mul_(1.05)
+    for _ in range(times):
+        references.refresh(setup.policy)
+    after = weight.detach().float().numpy().copy()
+    with references.exchanged(setup.policy):
+        found = weight.detach().float().numpy().copy()
+    assert np.array_equal(weight.detach().float().numpy(), after)
+    return {"before": before, "after": after, "reference": found}

@@ -43,7 +43,8 @@ def compare(
     their policy tokens; logprob_diff: [n], the same less the engine's."""
     stats = Stats()
     diff = logprob_diff.detach().abs().double()
-    of_tokens = np.repeat(table.shard[rows], table.policy_lengths[rows])
+    engine_of_row, _ = _engines_of(table)
+    of_tokens = np.repeat(engine_of_row[rows], table.policy_lengths[rows])
     engines = to_device(torch.from_numpy(of_tokens), diff.device)
     own = logprobs.detach().double()
     measured = {
@@ -59,6 +60,17 @@ def compare(
     stats.mean("canary/abs_mean", diff.sum(), len(diff))
     stats.maximum("canary/abs_max", diff)
     return stats
+
+
+def _engines_of(table: SampleTable) -> tuple[np.ndarray, list[str]]:
+    """Return who answered each row of a table, int64 [N], as a place in the names of the engines,
+    which come second."""
+    of_groups = table.manifest.engines
+    if not of_groups:
+        return np.zeros(len(table.group), np.int64), ["the engine"]
+    names = sorted(set(of_groups))
+    places = np.array([names.index(name) for name in of_groups])
+    return places[table.group], names
 
 
 def _name(measure: str, engine: int) -> str:
@@ -99,14 +111,14 @@ def disagreement(config: RunConfig, table: SampleTable, stats: Stats) -> str:
 
     Takes measures by engine out of `stats`."""
     problems = []
-    for number, shard in enumerate(table.manifest.shards):
+    _, names = _engines_of(table)
+    for number, engine in enumerate(names):
         found = _take(stats, number)
         if found is None:  # it sampled nothing
             continue
         problem = found.problem(config.canary_tolerance)
         if not problem:
             continue
-        engine = shard.name.partition(".")[0]
         largest = float(stats.maxima["canary/abs_max"])
         problems.append(
             f"{engine} and the trainer disagree about log-probs of {found.num_tokens} tokens, "

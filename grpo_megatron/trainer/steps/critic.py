@@ -99,6 +99,8 @@ class Critic:
         Collective."""
         num_counted = num_counted_tokens(update, batch, targets)
         if num_counted == 0:
+            if is_last:  # the update before this one may have left the weights ungathered
+                self.model.gather_weights()
             return Stats()
         self.model.set_learning_rate(rate)
         loss = ValueLoss(self.settings, batch, targets, num_counted, domains)

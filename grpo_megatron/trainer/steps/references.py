@@ -17,7 +17,7 @@ from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure_kl, measure_move
 from grpo_megatron.batching.drift_file import SampleDrift
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.distributed import load_model, save_model
+from grpo_megatron.checkpoints.distributed import load_model, save_models
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.device_copies import to_device, to_host, wait_for_copies
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
@@ -29,6 +29,9 @@ from grpo_megatron.weights.gather import all_gathered
 
 START = "start"
 """The policy as it was when RL began (or at the last refresh)."""
+_REMAINDER = "remainder"
+"""What a moving average is beyond `START`, which is rounded to the model's dtype. Without it an
+average in bfloat16 would stand still: its steps are smaller than what the dtype can tell apart."""
 
 
 class References:
@@ -62,6 +65,7 @@ class References:
         """Make the current weights a reference, as a copy on the host. Collective."""
         if name == START:
             self._saved = None
+            self._weights.pop(_REMAINDER, None)
             self.start_is_base = False
             if policy.lora is not None and _add_nothing(policy):
                 self.begin_with_base()
@@ -83,15 +87,21 @@ class References:
         """Write `START` beside `checkpoint` unless it is there; its name for `load`. Collective."""
         if START in self._weights and self._saved is None:
             name = f"reference_{checkpoint.name}"
-            with self.exchanged(policy):
-                save_model(checkpoint.with_name(name), policy.chunks)
+            parts = {".": self.exchanged(policy)}
+            if _REMAINDER in self._weights:
+                parts[_REMAINDER] = self.exchanged(policy, _REMAINDER)
+            save_models(checkpoint.with_name(name), policy.chunks, parts)
             self._saved = name
         return self._saved
 
     def load(self, policy: Policy, checkpoint: Path, name: str) -> None:
-        """Read what `save` wrote; the policy is left with these weights. Collective."""
-        load_model(checkpoint.with_name(name), policy.chunks)
+        """Read what `save` wrote; the policy is left without weights of its own. Collective."""
+        directory = checkpoint.with_name(name)
+        load_model(directory, policy.chunks)
         self.snapshot(policy)
+        if (directory / _REMAINDER).is_dir():
+            load_model(directory / _REMAINDER, policy.chunks)
+            self.snapshot(policy, _REMAINDER)
         self._saved = name
 
     def read_files(self, policy: Policy, load: Callable[[Path], None]) -> None:
@@ -114,9 +124,16 @@ class References:
         if ema is None:
             self.snapshot(policy)
             return
-        for kept, tensor in zip(self._weights[START], _tensors_of(policy, START), strict=True):
-            if kept.is_floating_point():
-                kept.lerp_(tensor.to(kept.device), 1 - ema)
+        averages = self._weights[START]
+        if _REMAINDER not in self._weights and any(map(_is_rounded, averages)):
+            self._weights[_REMAINDER] = [torch.zeros_like(average) for average in averages]
+        remainders = self._weights.get(_REMAINDER, averages)
+        tensors = _tensors_of(policy, START)
+        for average, remainder, tensor in zip(averages, remainders, tensors, strict=True):
+            if _is_rounded(average):
+                _move_average(average, remainder, tensor.to(average.device), 1 - ema)
+            elif average.is_floating_point():
+                average.lerp_(tensor.to(average.device), 1 - ema)
 
     @contextmanager
     def exchanged(self, policy: Policy, name: str = START) -> Iterator[None]:
@@ -184,6 +201,22 @@ def _tensors_of(policy: Policy, name: str) -> list[torch.Tensor]:
     if policy.lora is not None and name == START:
         return [parameter.data for parameter in adapter_tensors(policy)]
     return base_tensors(policy)
+
+
+def _is_rounded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a dtype that is coarser than float32."""
+    return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def _move_average(
+    average: torch.Tensor, remainder: torch.Tensor, tensor: torch.Tensor, share: float
+) -> None:
+    """Move `average + remainder` towards a tensor by `share` of their distance; all of one dtype,
+    which is coarser than float32."""
+    exact = average.float() + remainder.float()
+    exact.lerp_(tensor.float(), share)
+    average.copy_(exact)
+    remainder.copy_(exact - average.float())
 
 
 def _add_nothing(policy: Policy) -> bool:

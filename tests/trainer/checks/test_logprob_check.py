@@ -10,19 +10,16 @@ import pytest
 import torch
 
 from grpo_megatron.algorithms.stats import Stats
-from grpo_megatron.batching.manifest import ShardEntry
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.checks import logprob_check
 from tests.controller.scored_groups import recipe
 
 LENGTHS = np.array([40, 3, 25, 40, 0, 12])
-SHARDS = np.array([0, 3, 1, 2, 1, 3])
+GROUPS = np.array([0, 3, 1, 2, 1, 3])
 TABLE = SimpleNamespace(
-    shard=SHARDS,
+    group=GROUPS,
     policy_lengths=LENGTHS,
-    manifest=SimpleNamespace(
-        shards=[ShardEntry(name=f"rollout-{i}.safetensors", checksum="") for i in range(4)]
-    ),
+    manifest=SimpleNamespace(engines=["rollout-10", "rollout-1", "rollout-2", "rollout-7"]),
 )
 EXACT = {"trainer": {"precision": "float32"}, "rollout": {"dtype": "float32"}}
 

@@ -63,3 +63,20 @@ def samples_of_two(tmp_path_factory):
     from tests.trainer.models import write_samples
 
     return write_samples(tmp_path_factory.mktemp("store") / "step_000001", num_domains=2)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_moving_average_follows_by_steps_that_its_dtype_cannot_tell_apart(
+    world1, moe_model, precision
+):
+    found = world1.run(
+        "tests.trainer.trainer_ranks:moving_average",
+        model=moe_model,
+        precision=precision,
+        ema=0.99,
+        times=200,
+    )
+    wanted = found["after"] + 0.99**200 * (found["before"] - found["after"])
+    leap = np.abs(found["after"] - found["before"]).mean()
+    assert leap > 0
+    assert np.abs(found["reference"] - wanted).mean() < 0.1 * leap
