@@ -15,6 +15,7 @@ from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.ratios import calibrated_delta, log_ratio
 from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_size import effective_share, rate_factor
+from grpo_megatron.config.passes import loss_columns
 from grpo_megatron.errors import DataError
 
 
@@ -150,7 +151,7 @@ def _require_columns(
     objective: Objective, batch: SampleBatch, there: set[str], *, given: bool
 ) -> None:
     o = objective.config
-    needed = set(pipeline.loss_columns(o))
+    needed = set(loss_columns(o))
     if not given:
         needed |= pipeline.needed_columns(o, weighs_kl=objective.weighs_kl)
         if o.advantage == "components" and not batch.components:

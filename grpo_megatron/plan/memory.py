@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.passes import has_reference
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
@@ -340,10 +341,8 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     saved = (parameters + num_adapted) * s.symbols["element"]
     saved += 12 * trained
     saved += (s.symbols["element"] + 12) * num_valued
-    objective = config.objective
-    has_reference = objective.kl != "none" or objective.preference_weight > 0
-    is_base = config.lora is not None and objective.reference_interval == 0
-    if has_reference and not is_base and config.trains:
+    is_base = config.lora is not None and config.objective.reference_interval == 0
+    if has_reference(config) and not is_base:
         saved += weights
     tokens = samples_of_step(config) * config.rollout.max_model_len
     expert_id_bytes = 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.algorithms.advantages.pipeline import loss_columns, needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import needed_columns
 from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.batch import Advantages
 from grpo_megatron.algorithms.case import parse_case
@@ -18,6 +18,7 @@ from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.token_selection import covariant_tokens, low_entropy_tokens
 from grpo_megatron.config.loader import load_objective
 from grpo_megatron.config.objective import ObjectiveConfig
+from grpo_megatron.config.passes import loss_columns
 from grpo_megatron.errors import DataError
 from tests.algorithms.evaluation import evaluated, flat, same
 

@@ -194,3 +194,49 @@ def test_a_preference_without_kl_is_held_against_the_reference(reference):
     """The first update starts at the reference, where the margin is 0; the second does not."""
     metrics = reference["preference"]["metrics"]
     assert metrics["reference/k3"] > 0
+
+
+PASSES = {
+    "on policy": ({"preset": "grpo"}, {}, 0),
+    "entropies": ({"preset": "grpo_s"}, {}, 1),
+    "squares": ({"preset": "grpo", "advantage": "otb", "advantage_std": "none"}, {}, 1),
+    "likely answers": ({"preset": "xrpo"}, {}, 1),
+    "uncertain tokens": ({"preset": "grpo", "top_entropy_share": 0.5}, {}, 1),
+    "a step's size": ({"preset": "grpo", "ess_scaling": "linear"}, {}, 1),
+    "a KL that weighs": ({"preset": "grpo", "kl": "k3", "kl_beta": 0.1}, {}, 1),
+    "a KL that is measured": ({"preset": "grpo", "kl": "k3", "kl_beta": 0.0}, {}, 0),
+    "a KL in the reward": ({"preset": "grpo", "kl": "reward_k1", "kl_beta": 0.1}, {}, 2),
+    "recomputed routes": ({"preset": "grpo"}, {"replay": "r2"}, 0),
+    "routes that are kept": (
+        {"preset": "grpo"},
+        {"replay": "r2", "keep_loss": "kl", "keep_weight": 0.1},
+        1,
+    ),
+}
+
+
+def test_planned_passes_are_those_of_a_step(world1, moe_model, samples):
+    cases = {name: (objective, routing) for name, (objective, routing, _) in PASSES.items()}
+    found = world1.run(
+        "tests.trainer.trainer_ranks:count_passes",
+        model=moe_model,
+        samples=samples,
+        num_updates=1,
+        cases=cases,
+    )
+    assert found == {name: (count, count) for name, (_, _, count) in PASSES.items()}
+
+
+def test_planned_passes_of_several_updates(world1, moe_model, three_updates):
+    cases = {
+        "old policy": ({"preset": "grpo"}, {}),
+        "none": ({"preset": "grpo", "proximal": "interpolated"}, {}),
+    }
+    found = world1.run(
+        "tests.trainer.trainer_ranks:count_passes",
+        model=moe_model,
+        samples=three_updates,
+        num_updates=3,
+        cases=cases,
+    )
+    assert found == {"old policy": (1, 1), "none": (0, 0)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.passes import num_whole_passes
 from grpo_megatron.config.run import DistillationConfig, RoutingConfig, RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
@@ -26,6 +28,7 @@ from grpo_megatron.trainer.megatron import platform
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.requests import TrainReport
+from grpo_megatron.trainer.steps import optimizer_step
 from grpo_megatron.trainer.steps.critic import build_critic
 from grpo_megatron.trainer.steps.microbatch import UpdateBatch, build_microbatch
 from grpo_megatron.trainer.steps.optimizer_step import (
@@ -210,6 +213,7 @@ def train_objectives(
         critic = None
         if config.objective.advantage == "gae":
             settings = CriticConfig(optimizer=slow)
+            config = config.model_copy(update={"critic": settings})
             critic = build_critic(config, settings, setup.policy)
             _earlier.append(critic.model)
         training = Training(config, setup.policy, references, table, {}, critic=critic)
@@ -416,3 +420,30 @@ def moving_average(model: str, precision: str, ema: float, times: int) -> dict[s
         found = weight.detach().float().numpy().copy()
     assert np.array_equal(weight.detach().float().numpy(), after)
     return {"before": before, "after": after, "reference": found}
+
+
+def count_passes(
+    model: str,
+    samples: str,
+    num_updates: int,
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]],
+) -> dict[str, tuple[float, int]]:
+    """Of an objective and a routing by name, how many whole passes without gradients a step took,
+    and how many are planned."""
+    found = {}
+    for name, (objective, routing) in cases.items():
+        setup = Setup(model, {})
+        config = setup.config(**{"monitor_share": 0.0, **objective})
+        batch = config.batch.model_copy(update={"updates_per_rollout": num_updates})
+        config = config.model_copy(update={"routing": RoutingConfig(**routing), "batch": batch})
+        references = References(config)
+        if references.wanted:
+            references.snapshot(setup.policy)
+        training = Training(config, setup.policy, references, SampleTable(Path(samples)), {})
+        with mock.patch.object(
+            optimizer_step, "logprob_pass", wraps=optimizer_step.logprob_pass
+        ) as passes:
+            training.run(0, num_updates)
+        planned = num_whole_passes(config, has_routers=True)
+        found[name] = (passes.call_count / num_updates, planned)
+    return found

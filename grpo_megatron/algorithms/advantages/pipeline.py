@@ -22,43 +22,13 @@ from grpo_megatron.algorithms.groups import Groups, by_groups, suffix_sums
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
-
-_NEEDS = {
-    "otb": {"old_logprobs", "squared_probs"},
-    "opob": {"old_logprobs", "squared_probs", "sampled_logprobs", "rollout_logprobs"},
-    "gtpo_entropy": {"entropies"},
-    "grpo_s": {"entropies"},
-    "eda": {"entropies"},
-    "xrpo": {"old_logprobs"},
-    "gtpo_conflict": {"token_ids", "entropies"},
-    "gae": {"values"},
-}
-"""Token columns that estimators and shapings read."""
+from grpo_megatron.config.passes import advantage_columns
 
 
 def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
     """Return the names of the token columns from which advantages are computed. weighs_kl: see
     `Objective`."""
-    needed = set(_NEEDS.get(o.advantage, columns_of(o.advantage)))
-    needed.update(_NEEDS.get(o.shaping, ()))
-    if o.advantage == "otb" and o.mismatch != "none":
-        needed.add("rollout_logprobs")
-    if o.kl == "reward_k1" and weighs_kl:
-        needed.update(("old_logprobs", "ref_logprobs"))
-    return frozenset(needed)
-
-
-def loss_columns(o: ObjectiveConfig) -> frozenset[str]:
-    """Return the names of the token columns by which the loss chooses tokens
-    (`algorithms.token_selection`), and an optimizer step its size (`algorithms.step_size`)."""
-    needed = set()
-    if o.top_entropy_share < 1:
-        needed.add("entropies")
-    if o.clip in ("clip_cov", "kl_cov"):
-        needed.add("old_logprobs")
-    if o.off_policy_mask == "m2po" or o.ess_scaling != "none":
-        needed.update(("sampled_logprobs", "rollout_logprobs"))
-    return frozenset(needed)
+    return advantage_columns(o, weighs_kl=weighs_kl) | set(columns_of(o.advantage))
 
 
 def select(objective: Objective, batch: SampleBatch) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.passes import has_reference, num_whole_passes
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.fp8_weights import NUMBER_BYTES
@@ -171,7 +172,8 @@ def predict_run(
         constants, constants.device(device), placement.gpus_per_node or config.num_devices
     )
     samples = samples_of_step(config)
-    load = _trainer_load(config, samples, lengths)
+    has_routers = bool(sizes.symbols["experts"])
+    load = _trainer_load(config, samples, lengths, has_routers=has_routers)
     if sizes.tower:
         load = replace(load, images_per_sample=images_per_sample(config))
     trainer = _NOTHING
@@ -206,7 +208,9 @@ def generates(config: RunConfig) -> bool:
     return not config.uses_dataset
 
 
-def _trainer_load(config: RunConfig, samples: int, lengths: Lengths) -> TrainerLoad:
+def _trainer_load(
+    config: RunConfig, samples: int, lengths: Lengths, *, has_routers: bool
+) -> TrainerLoad:
     capacity = config.trainer.max_tokens_per_microbatch
     return TrainerLoad(
         num_samples=samples,
@@ -214,7 +218,7 @@ def _trainer_load(config: RunConfig, samples: int, lengths: Lengths) -> TrainerL
         lengths=lengths,
         max_tokens_per_microbatch=capacity,
         max_tokens_per_logprob_microbatch=capacity,
-        num_logprob_passes=_num_logprob_passes(config),
+        num_logprob_passes=num_whole_passes(config, has_routers=has_routers),
         computed_share=computed_share(config, lengths),
         is_sft=config.kind == "sft",
         has_host_optimizer=offloads_optimizer(config),
@@ -237,40 +241,6 @@ def images_per_sample(config: RunConfig) -> float:
     if not config.trainer.share_prefixes or config.uses_dataset:
         return 1.0
     return 1.0 / config.batch.num_samples_per_prompt
-
-
-def _num_logprob_passes(config: RunConfig) -> int:
-    """Passes without gradients over all samples: the old policy's where the first loss does not
-    have its log-probs and nothing stands for them, a reference's, the routers' of later updates,
-    teachers'."""
-    if config.kind == "distil":
-        teachers = config.distillation.teachers if config.distillation else ()
-        return len([teacher for teacher in teachers if teacher.path is not None])
-    if config.kind != "rl":
-        return 0
-    passes = 0
-    objective = config.objective
-    is_on_policy = config.batch.updates_per_step == 1 and config.batch.max_staleness == 0
-    needs_old_logprobs = not is_on_policy and objective.proximal != "interpolated"
-    compares_routers = objective.router_shift_floor is not None
-    compares_routers = compares_routers and config.batch.updates_per_step > 1
-    if (
-        needs_old_logprobs
-        or config.routing.replay == "r2"
-        or compares_routers
-        or config.policy_has_value_head
-    ):
-        passes += 1
-    if compares_routers:
-        passes += 1
-    if _has_reference(config):
-        passes += 1
-    return passes
-
-
-def _has_reference(config: RunConfig) -> bool:
-    objective = config.objective
-    return config.kind == "rl" and (objective.kl != "none" or objective.preference_weight > 0)
 
 
 def _generation_seconds(
@@ -347,7 +317,7 @@ def _switch_seconds(config: RunConfig, plan: Plan, s: Sizes, machine: Machine) -
     carried = 0.0
     if config.placement.mode == "colocated" and generates(config):
         carried += 2 * plan.engine["weights"]
-    if _has_reference(config):
+    if has_reference(config):
         element: int = s.symbols["element"]
         carried += 2 * element * parameters_of_rank(s, 0).total
     return carried / machine.constants["host_bytes_per_s"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.batch import LossConstants
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.passes import compares_routers
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.device_copies import pinned, to_device, to_host
 from grpo_megatron.errors import DataError
@@ -44,23 +45,12 @@ class RouteSource:
     @property
     def holds_shift(self) -> bool:
         """Whether the loss asks how far the routers have shifted since the old policy."""
-        return self.active and self.config.objective.router_shift_floor is not None
+        return compares_routers(self.config, has_routers=self.active)
 
     @property
     def _counts_once(self) -> bool:
         """Whether a token that samples share counts once for all of them."""
         return self.settings.shared_tokens == "once"
-
-    @property
-    def needs_old_pass(self) -> bool:
-        """Whether training needs what only an old-policy pass finds."""
-        if not self.active:
-            return False
-        settings = self.settings
-        if settings.keep_loss == "kl":
-            return True
-        has_loss = settings.keep_loss != "none" or settings.balance_weight > 0
-        return has_loss and settings.replay == "r2"
 
     def from_store(self, batch: UpdateBatch) -> list[Routes] | None:
         """Read the engine's routes of this rank's tokens and layers; None where none are recorded.

@@ -18,13 +18,13 @@ from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure_kl, me
 from grpo_megatron.batching.drift_file import SampleDrift
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import load_model, save_models
+from grpo_megatron.config.passes import has_reference
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.device_copies import to_device, to_host, wait_for_copies
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
 from grpo_megatron.trainer.megatron.policy import Policy, adapter_tensors, base_tensors
 from grpo_megatron.trainer.steps import optimizer_step
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
-from grpo_megatron.trainer.steps.recorded_batch import objective_of
 from grpo_megatron.weights.gather import all_gathered
 
 START = "start"
@@ -55,11 +55,7 @@ class References:
     @property
     def wanted(self) -> bool:
         """Whether the objective looks at a reference at all, if only to measure."""
-        if self.config.kind != "rl":
-            return False
-        settings = self.config.objective
-        is_measured = settings.kl != "none" and settings.monitor_share > 0
-        return is_measured or objective_of(self.config, {}).wants_reference
+        return has_reference(self.config)
 
     def snapshot(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference, as a copy on the host. Collective."""

@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from grpo_megatron.algorithms import evaluate, ratios
 from grpo_megatron.algorithms.advantages.pipeline import (
     advantages_of,
-    loss_columns,
     needed_columns,
     select,
     state_after,
@@ -29,6 +28,7 @@ from grpo_megatron.algorithms.value_loss import measured
 from grpo_megatron.batching.decision_file import read_decisions, write_decisions
 from grpo_megatron.batching.drift_file import write_drift
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.passes import loss_columns, takes_old_pass
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.trainer.checks import logprob_check
@@ -245,14 +245,13 @@ class Training:
     def _run_passes(self) -> None:
         """Compute old log-probs, unless the first loss pass finds them, and reference ones, if they
         weigh."""
-        one_update = len(self.updates) == 1 and self.config.batch.epochs == 1
-        on_policy = one_update and not self.table.manifest.stale
-        columns_need_it = bool(self.needs & _OF_THE_OLD_PASS)
-        loss_needs_it = not on_policy and self.config.objective.proximal != "interpolated"
-        shift_needs_it = self.source.holds_shift and not one_update
-        routing_needs_it = self.source.needs_old_pass or shift_needs_it
-        values_need_it = self.config.policy_has_value_head
-        if columns_need_it or routing_needs_it or loss_needs_it or values_need_it:
+        if takes_old_pass(
+            self.config,
+            self.needs,
+            has_routers=self.source.active,
+            num_updates=self.config.batch.epochs * len(self.updates),
+            is_stale=self.table.manifest.stale,
+        ):
             for update in self.updates:
                 self._old_pass(update)
         if self.objective.wants_reference:
@@ -513,8 +512,6 @@ class _PolicyUpdates:
     """Of its samples that is effective, where the rate goes by it."""
 
 
-_OF_THE_OLD_PASS = {"old_logprobs", "sampled_logprobs", "entropies", "squared_probs"}
-"""Token columns that a pass of the old policy finds."""
 _EPOCH = "@epoch_"
 
 
