@@ -41,6 +41,8 @@ COMPLETE = "complete.json"
 WEIGHTS = "weights"
 CRITIC = "critic"
 
+_RATES = ("max_lr", "min_lr")
+
 logger = logging.getLogger(__name__)
 
 
@@ -244,7 +246,27 @@ def load_checkpoint(
     Raises CheckpointError where the checkpoint is incomplete, or of another model."""
     read_state(directory)
     state = _sharded_state(chunks, optimizer, is_loading=True)
-    optimizer.load_state_dict(_fill(chunks, state, directory / part)["optimizer"])
+    saved = _fill(chunks, state, directory / part)["optimizer"]
+    _take_rates(saved, optimizer.param_groups)
+    optimizer.load_state_dict(saved)
+
+
+def _take_rates(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Put the learning rates with which an optimizer was made into the parameter groups of a saved
+    one: Megatron finds a group by them among others, although every step sets the rate, and a
+    resume may have another one.
+
+    saved: of one optimizer, or of several by their places; groups: of the optimizer, which has one
+    rate for all."""
+    if not isinstance(saved, Mapping):
+        return
+    for key, value in saved.items():
+        if key == "param_groups":
+            for group in value:
+                for name in _RATES:
+                    group[name] = groups[0].get(name)
+        else:
+            _take_rates(value, groups)
 
 
 def save_models(

@@ -457,6 +457,7 @@ class TrainerService:
         if self.config.trains:
             create_adam_state(policy.optimizer)  # to load into
             distributed.load_checkpoint(directory, policy.chunks, policy.optimizer)
+            policy.apply_settings()
         else:  # a run that trained, and now evaluates or samples
             distributed.load_model(directory / distributed.WEIGHTS, policy.chunks)
         if self.critic is not None:
@@ -478,6 +479,7 @@ class TrainerService:
             distributed.load_checkpoint(
                 directory, critic.model.chunks, critic.model.optimizer, part=distributed.CRITIC
             )
+            critic.model.apply_settings()
             return
         if state.get("step") == 0:
             critic.begin(self.policy)

@@ -25,6 +25,7 @@ from grpo_megatron.checkpoints.distributed import (
 from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import OptimizerConfig
 from grpo_megatron.errors import CheckpointError, GrpoMegatronError
 from grpo_megatron.trainer.conversion_worker import ConversionJob, run
 from grpo_megatron.trainer.megatron.process_groups import RankInfo
@@ -288,3 +289,40 @@ def saves_after_a_checkpoint(model: str, root: str) -> tuple[list[str], dict[str
         trainer_side.execute(SaveCheckpoint(directory=directory, state={"step": 1}))
         start = str(directory)
     return corrupt_files(directory), trainer_side.execute(LoadCheckpoint(directory))
+
+
+def load_with_other_settings(
+    model: str, samples: str, layout: dict[str, Any], directory: str
+) -> dict[str, Any]:
+    """Save an optimizer, and load it into one that was made with other settings."""
+    setup = Setup(model, layout)
+    _train(setup, samples, 1)
+    create_adam_state(setup.policy.optimizer)
+    _begin(setup, directory, 1).finish()
+    expected = _moments(setup)
+    other = OptimizerConfig(lr=5e-4, weight_decay=0.02, beta1=0.8, beta2=0.9, eps=1e-6)
+    setup = Setup(model, layout, optimizer=other)
+    create_adam_state(setup.policy.optimizer)
+    load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer)
+    setup.policy.apply_settings()
+    pairs = zip(_moments(setup), expected, strict=True)
+    settings = []
+    for group in setup.policy.optimizer.param_groups:
+        settings.append((group["wd_mult"], group["weight_decay"], group["betas"], group["eps"]))
+    return {
+        "is_equal": all(torch.equal(one, two) for one, two in pairs),
+        "num_moments": len(expected),
+        "settings": settings,
+    }
+
+
+def _moments(setup: Setup) -> list[torch.Tensor]:
+    """Copies of all moments of this rank."""
+    found = []
+    optimizers = getattr(setup.policy.optimizer, "chained_optimizers", [setup.policy.optimizer])
+    for part in optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                found += [state["exp_avg"].clone(), state["exp_avg_sq"].clone()]
+    return found

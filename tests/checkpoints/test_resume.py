@@ -177,6 +177,23 @@ def test_reference_weights_are_saved_once_and_resumed(
     ]
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_an_optimizer_goes_on_by_other_settings(world2, moe_model, samples, tmp_path, distributed):
+    """Its moments are those of the checkpoint; rates, decay and betas are the recipe's."""
+    found = world2.run(
+        CASES + "load_with_other_settings",
+        model=moe_model,
+        samples=samples,
+        layout={"expert_parallel_size": 2, "distributed_optimizer": distributed},
+        directory=str(tmp_path / "step_000001"),
+    )
+    assert found["is_equal"] and found["num_moments"] > 10
+    assert {wd_mult for wd_mult, *_ in found["settings"]} == {0.0, 1.0}
+    for wd_mult, weight_decay, betas, eps in found["settings"]:
+        assert weight_decay == 0.02 * wd_mult  # norms and biases do not decay
+        assert (betas, eps) == ((0.8, 0.9), 1e-6)
+
+
 def test_a_run_that_begins_with_a_checkpoint_has_whole_ones(world1, moe_model, tmp_path):
     """Side files of the one it begins with are copied; its list of digests is none of them."""
     corrupt, loaded = world1.run(

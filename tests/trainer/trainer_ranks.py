@@ -71,6 +71,7 @@ class Setup:
         *,
         num_scalars: int = 0,
         has_value_head: bool = False,
+        optimizer: OptimizerConfig = OPTIMIZER,
     ):
         info = RankInfo.from_environment()
         self.layout = TrainerConfig(
@@ -90,7 +91,7 @@ class Setup:
         self.policy: Policy = build_policy(
             self.hf,
             self.layout,
-            OPTIMIZER,
+            optimizer,
             lora=lora,
             num_scalars=num_scalars,
             has_value_head=has_value_head,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -59,6 +59,8 @@ class Policy:
     replay: RouteReplay
     lora: LoraConfig | None = None
     """How adapters are trained in place of the weights; None: the weights are trained."""
+    settings: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """What the optimizer goes by."""
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -146,17 +148,26 @@ class Policy:
         self.optimizer = None
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Forget moments and steps; take over betas, epsilon, weight decay and clipping."""
+        """Forget moments and steps, and go by other settings from now on."""
         for part in self._optimizer_parts():
             host_optimizer.forget_state(part.optimizer)
             for group in part.optimizer.param_groups:
                 group.pop("step", None)  # Transformer Engine's Adam counts here, not in its state
+        self.settings = optimizer
+        self.apply_settings()
+
+    def apply_settings(self) -> None:
+        """Let the optimizer go by `settings`: when it is made, and after a load, for a checkpoint
+        has those of the run that wrote it. Biases and weights of norms do not decay."""
+        settings = self.settings
+        for part in self._optimizer_parts():
+            for group in part.optimizer.param_groups:
                 group.update(
-                    betas=(optimizer.beta1, optimizer.beta2),
-                    eps=optimizer.eps,
-                    weight_decay=optimizer.weight_decay * group.get("wd_mult", 1.0),
+                    betas=(settings.beta1, settings.beta2),
+                    eps=settings.eps,
+                    weight_decay=settings.weight_decay * group.get("wd_mult", 1.0),
                 )
-            part.config.clip_grad = optimizer.clip_grad
+            part.config.clip_grad = settings.clip_grad
 
     def set_learning_rate(self, lr: float) -> None:
         """Let the next optimizer steps have the learning rate `lr`, times that of the group."""
@@ -284,7 +295,9 @@ def build_policy(
         if len(syncs) == 1:  # Megatron takes a list of several only
             config.no_sync_func = syncs[0]
     replay = RouteReplay(unwrap_model(chunks), config)
-    return Policy(hf, config, chunks, megatron_optimizer, replay, lora)
+    policy = Policy(hf, config, chunks, megatron_optimizer, replay, lora, optimizer)
+    policy.apply_settings()
+    return policy
 
 
 def _finalize_gradients(
