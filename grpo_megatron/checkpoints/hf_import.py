@@ -19,6 +19,7 @@ from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.weights.fp8_blocks import dequantise, scale_name
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from grpo_megatron.weights.parameters import (
+    EMBEDDING,
     REWARD_HEAD,
     Parameter,
     carried_names,
@@ -28,6 +29,7 @@ from grpo_megatron.weights.parameters import (
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LISTED = 20
 _LANGUAGE_HEAD = "lm_head.weight"
+_ROWS_AT_ONCE = 8192
 Shape = tuple[int, ...]
 
 
@@ -241,6 +243,9 @@ class HFSource:
             wanted.update(parameter.hf)
         self.parameters = list(parameters)
         hf = read_config(directory)
+        if hf.get("tie_word_embeddings") and _LANGUAGE_HEAD in found.keys() - wanted.keys():
+            self._refuse_untied_head()
+            del found[_LANGUAGE_HEAD]
         for name in sorted(carried_names(hf, found)):
             shape = found.pop(name)
             if carry:
@@ -248,6 +253,28 @@ class HFSource:
         names = family_of(hf["model_type"]).file
         remedy = f"is config.json of this checkpoint? The names are those of {names}"
         refuse_unfit(directory, found, wanted, remedy=remedy)
+
+    def _refuse_untied_head(self) -> None:
+        """Compare the output layer that a checkpoint with tied embeddings has beside them.
+
+        Raises CheckpointError where it is another matrix."""
+        [embedding] = [one for one in self.parameters if one.name == EMBEDDING]
+        [(name, shape)] = embedding.hf
+        is_same = self.reader.shape(_LANGUAGE_HEAD) == shape
+        for start in range(0, shape[0], _ROWS_AT_ONCE):
+            if not is_same:
+                break
+            end = min(start + _ROWS_AT_ONCE, shape[0])
+            head = self.reader.rows(_LANGUAGE_HEAD, start, end)
+            is_same = torch.equal(head, self.reader.rows(name, start, end))
+        if not is_same:
+            raise CheckpointError(
+                f"{_LANGUAGE_HEAD} is another matrix than {name}, and config.json says that they "
+                "are one (tie_word_embeddings)",
+                where=str(self.reader.directory),
+                remedy="set tie_word_embeddings to false in config.json if the output layer has "
+                "weights of its own, else remove it from the checkpoint",
+            )
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Return the one dtype of a parameter's tensors. Raises CheckpointError for several."""

@@ -179,7 +179,9 @@ def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
 
 def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters;
-    ConfigError without theta, and for a type, or a parameter of it, that is not known."""
+    ConfigError without theta, for a type, or a parameter of it, that is not known, and for two
+    tables that differ."""
+    _refuse_two_ropes(fields)
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     refuse_non_positive(given)
     old_kind = given.pop("type", None)
@@ -206,6 +208,32 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(given)}")
     _refuse_sections(fields, found.get("mrope_section"))
     return found
+
+
+def _refuse_two_ropes(fields: Mapping[str, Any]) -> None:
+    """ConfigError where the newer table of rotary embeddings and the older one say different
+    things: transformers takes the older one, and then another theta than the newer one has."""
+    newer = _rope_table(fields, "rope_parameters")
+    older = _rope_table(fields, "rope_scaling")
+    if not newer or not older or newer == older:
+        return
+    raise ConfigError(
+        "rope_parameters and rope_scaling say different things: "
+        f"{fields['rope_parameters']} and {fields['rope_scaling']}",
+        remedy="write what is meant into rope_parameters, with rope_theta, and remove rope_scaling",
+    )
+
+
+def _rope_table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a table of rotary embeddings with the newer names of its fields; empty where there is
+    none."""
+    table = dict(fields.get(name) or {})
+    if not table:
+        return table
+    older_kind = table.pop("type", None)
+    table.setdefault("rope_type", older_kind or "default")
+    table.setdefault("rope_theta", fields.get("rope_theta"))
+    return table
 
 
 def _refuse_sections(fields: Mapping[str, Any], sections: Any) -> None:

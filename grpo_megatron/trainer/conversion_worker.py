@@ -32,7 +32,13 @@ from grpo_megatron.checkpoints import (
     torch_dist,
 )
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
+from grpo_megatron.errors import (
+    CheckpointError,
+    GrpoMegatronError,
+    MismatchError,
+    SetupError,
+    TrainerError,
+)
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.plan.tensor_names import transformers_type
 from grpo_megatron.trainer.checks import probe
@@ -40,11 +46,13 @@ from grpo_megatron.trainer.megatron.checkpoint_layout import parameter_table
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
-from grpo_megatron.weights.parameters import Parameter, num_elements
+from grpo_megatron.weights.parameters import CARRIED, Parameter, num_elements
 from grpo_megatron.weights.tensor_entry import digest_tensor
 
 _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0
+_EXPERT_BIAS = ".expert_bias"
+"""Ends the name of the biases by which a router chooses: rounded ones choose other experts."""
 """Ranks wait for the slowest one between phases."""
 
 Source = hf_import.HFSource | torch_dist.MegatronSource
@@ -150,7 +158,7 @@ def _plan_target(
     """Plan the files of the result, in `working`; dtype: None keeps that of the source."""
     units = []
     for parameter in source.parameters:
-        units.append(parameter.entries(dtype or source.dtype(parameter)))
+        units.append(parameter.entries(_dtype_of(parameter, source, dtype)))
     if job.to == "hf":
         stacks = stacked_experts.stacks_in(Path(job.source))
         return hf_export.HFTarget(working, units, job.shard_bytes, stacks)
@@ -229,8 +237,34 @@ def _tensors_of(
     """Yield the tensors of a file as `dtype`, while the disk already reads the next ones."""
     parameters = [source.parameters[unit] for unit in file.units]
     for parameter in shard_files.read_ahead(parameters, source.prefetch):
+        written_as = _dtype_of(parameter, source, dtype)
         for name, tensor in source.tensors(parameter):
-            yield name, tensor.to(dtype or tensor.dtype)
+            yield name, _cast(name, tensor, written_as)
+
+
+def _dtype_of(parameter: Parameter, source: Source, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a parameter is written: the wanted one, but that of the source
+    for what chooses experts, and for what Megatron has no parameter for."""
+    own = source.dtype(parameter)
+    keeps_own = parameter.name.startswith(CARRIED) or parameter.name.endswith(_EXPERT_BIAS)
+    if wanted is None or keeps_own:
+        return own
+    return wanted
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as `dtype`. Raises CheckpointError where a finite number becomes infinite."""
+    if tensor.dtype == dtype:
+        return tensor
+    largest = tensor.abs().max() if tensor.numel() else torch.zeros(())
+    if torch.isfinite(largest) and not torch.isfinite(largest.to(dtype)):
+        raise CheckpointError(
+            f"{name} has numbers up to {float(largest):.3g}, which {dtype} cannot hold "
+            f"({torch.finfo(dtype).max:.3g} is its largest)",
+            where="--dtype",
+            remedy="convert to bfloat16 or float32",
+        )
+    return tensor.to(dtype)
 
 
 def _compare(

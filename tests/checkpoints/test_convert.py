@@ -22,6 +22,8 @@ from grpo_megatron.plan.fp8_weights import BLOCK
 from grpo_megatron.weights.fp8_blocks import dequantise, scale_name
 from tests.checkpoints.test_hf_import import _change, _split_in_two
 from tests.checkpoints.test_resume import LAYOUTS
+from tests.trainer.families import MODELS
+from tests.trainer.models import write_model
 
 pytestmark = pytest.mark.engine
 
@@ -153,6 +155,47 @@ def test_another_dtype_by_choice(convert, tied_model, tmp_path):
     assert convert(tied_model, half, to="megatron", dtype="bfloat16", probe=True) is None
     assert convert(half, back, to="hf") is None
     assert_same(back, {n: t.bfloat16() for n, t in tensors_of(tied_model).items()})
+
+
+def test_what_chooses_experts_keeps_its_dtype(convert, tmp_path):
+    """A rounded bias would choose other experts, in a conversion to bfloat16, too."""
+    source = write_model(tmp_path / "model", MODELS["deepseek_v3"], 5)
+    half, back = tmp_path / "half", tmp_path / "back"
+    assert convert(source, half, to="megatron", dtype="bfloat16") is None
+    assert convert(half, back, to="hf") is None
+    expected = {}
+    for name, tensor in tensors_of(source).items():
+        expected[name] = tensor.bfloat16()
+        if name.endswith("e_score_correction_bias"):
+            expected[name] = tensor
+    assert torch.float32 in {tensor.dtype for tensor in expected.values()}
+    assert_same(back, expected)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_named(convert, broken, tmp_path):
+    large = torch.ones(64)
+    large[7] = 1e6
+    _change(broken, **{NORM: large})
+    said = convert(broken, tmp_path / "out", to="megatron", dtype="float16")
+    assert said[1] == 8 and f"{NORM} has numbers up to 1e+06" in said[2]
+    assert not (tmp_path / "out").exists()
+    assert convert(broken, tmp_path / "out", to="megatron", dtype="bfloat16") is None
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_tied_embeddings_that_are_stored_twice(convert, tied_model, tmp_path, is_same):
+    source = Path(shutil.copytree(tied_model, tmp_path / "twice"))
+    head = tensors_of(tied_model)[EMBEDDING].clone()
+    if not is_same:
+        head[3, 5] += 1
+    _change(source, **{"lm_head.weight": head})
+    said = convert(source, tmp_path / "out", to="megatron")
+    if is_same:
+        assert said is None
+        assert convert(tmp_path / "out", tmp_path / "back", to="hf") is None
+        assert_same(tmp_path / "back", tensors_of(tied_model))
+    else:
+        assert said[1] == 8 and "lm_head.weight is another matrix" in said[2]
 
 
 @pytest.fixture

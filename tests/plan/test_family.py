@@ -180,10 +180,28 @@ def test_unknown_families_and_those_that_megatron_lacks():
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "unknown parameter: beta"),
         (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            {
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+                "rope_scaling": None,
+            },
             "rotates whole heads",
         ),
         ({"rope_theta": None, "rope_scaling": None}, "neither rope_theta nor rope_parameters"),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            },
+            "rope_parameters and rope_scaling say different things",
+        ),
+        (
+            {
+                "rope_theta": None,
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            },
+            "rope_parameters and rope_scaling say different things",
+        ),
     ],
 )
 def test_refusals(changes, message):
@@ -218,6 +236,11 @@ def test_a_missing_window_is_not_no_window():
         {"rope_theta": 1e6},
         {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
         {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}},
+        {
+            "rope_theta": 1e6,
+            "rope_parameters": {"rope_type": "default"},
+            "rope_scaling": {"type": "default"},
+        },
     ],
 )
 def test_spellings_of_the_rope_base(rope):
