@@ -84,13 +84,14 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     if o.router_shift_floor is not None and batch.router_shift is not None:
         shift = _router_shift(o.router_shift_floor, batch.router_shift, meter)
         of_tokens = replace(of_tokens, log_ratio=log_diff + shift.log().to(log_diff.dtype))
-    inputs = replace(of_tokens, log_ratio=_log_ratio(o, of_tokens, batch))
-    clipped = terms.clip_status(o, inputs)
+    of_ratios = replace(of_tokens, log_ratio=_log_ratio(o, of_tokens, batch))
+    held = of_ratios
     if o.clip == "gmpo":  # it clips tokens, before their mean
-        clipped = terms.clip_status(o, of_tokens)
+        held = of_tokens
+    clipped = terms.clip_status(o, held)
     factor, rejected = _off_policy_factor(objective, batch, meter.stats)
 
-    losses = -_surrogate(o, inputs, batch, clipped)
+    losses = -_surrogate(o, of_ratios, batch, clipped)
     if factor is not None:
         losses = losses * factor
     if o.credit != "none":
@@ -108,7 +109,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     measure(
         meter,
         batch,
-        inputs.log_ratio.detach().exp(),
+        of_ratios.log_ratio.detach().exp(),
         log_diff.detach(),
         clipped=clipped,
         rejected=rejected,
@@ -216,14 +217,24 @@ def _log_ratio(o: ObjectiveConfig, of_tokens: ClipInputs, batch: LossBatch) -> T
     """Return the logarithm of the update ratio at its level, with gradient, [n]."""
     log_diff = of_tokens.log_ratio
     if o.clip == "gmpo":
-        log_diff = terms.gmpo_clip(of_tokens)
-        if batch.replayed_masks is not None:
-            status = terms.clip_status(o, of_tokens)
-            was_clipped = terms.clipped_as(batch.replayed_masks, status)
-            log_diff = torch.where(was_clipped, log_diff.detach(), of_tokens.log_ratio)
+        log_diff = _clipped_tokens(o, of_tokens, batch)
+    segment = batch.sample
+    num_tokens = batch.token_counts
     if o.ratio == "turn_geo" and batch.turn is not None:
-        return ratios.RATIOS[o.ratio](log_diff, batch.turn, torch.bincount(batch.turn))
-    return ratios.RATIOS[o.ratio](log_diff, batch.sample, batch.token_counts)
+        segment = batch.turn
+        num_tokens = torch.bincount(batch.turn)
+    return ratios.RATIOS[o.ratio](log_diff, segment, num_tokens)
+
+
+def _clipped_tokens(o: ObjectiveConfig, of_tokens: ClipInputs, batch: LossBatch) -> Tensor:
+    """Return GMPO's clipped logarithms of the tokens' ratios, with gradient, [n]; clipped as
+    recorded where the step is replayed."""
+    clipped: Tensor = terms.gmpo_clip(of_tokens)
+    if batch.replayed_masks is None:
+        return clipped
+    now = terms.clip_status(o, of_tokens)
+    was_clipped = terms.clipped_as(batch.replayed_masks, now)
+    return torch.where(was_clipped, clipped.detach(), of_tokens.log_ratio)
 
 
 _NO_MISMATCH_BOUNDS = {

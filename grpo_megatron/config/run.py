@@ -720,16 +720,13 @@ class RunConfig(Strict):
     def can_verify_from_samples(self) -> bool:
         """Whether a step's samples can be its canary: each is trained, the engine recorded for it
         sampled it, and training computes what that engine did, experts and all."""
-        return (
-            self.publish.canary
-            and self.kind == "rl"
-            and self.batch.max_staleness == 0
-            and self.routing.replay != "r3"
-            and not self.rollout.truncation
-            and self.objective.overlong == self.objective.subset == "none"
-            and not self.correction
-            and (self.rollout.num_replicas == 1 or self.groups_stay_on_one_engine)
-        )
+        if self.kind != "rl" or not self.publish.canary:
+            return False
+        is_of_these_weights = self.batch.max_staleness == 0 and not self.correction
+        computes_alike = self.routing.replay != "r3" and not self.rollout.truncation
+        trains_all = self.objective.overlong == "none" and self.objective.subset == "none"
+        engine_is_known = self.rollout.num_replicas == 1 or self.groups_stay_on_one_engine
+        return is_of_these_weights and computes_alike and trains_all and engine_is_known
 
     @property
     def steps_sampled_at_once(self) -> int:

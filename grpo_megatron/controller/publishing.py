@@ -49,7 +49,7 @@ class Publisher:
     Attributes:
         version: Of the weights that the engines have; -1 before the first publish.
         unchecked: Engines that joined since the last log-prob check.
-        resumed_at: When they got them (`time.perf_counter`).
+        resumed_at: When the engines got the weights of `version` (`time.perf_counter`).
         sent_fraction: Bytes that the last publish sent, of those of the whole weights."""
 
     def __init__(
@@ -238,11 +238,11 @@ class Publisher:
         streams = await self.trainer.call(OpenTransfer(kept=kept))
         links: dict[LinkKind, int] = {}
 
-        async def join() -> None:
+        async def join_transfer() -> None:
             found = await self.trainer.call(JoinTransfer())
             links.update(found)
 
-        await control.prepare(streams, join)
+        await control.prepare(streams, join_transfer)
         _print_links("weights", links)
 
     async def _open_adapter_streams(
@@ -257,11 +257,11 @@ class Publisher:
         streams = await self.trainer.call(OpenTransfer(kept=kept, adapters=True))
         links: dict[LinkKind, int] = {}
 
-        async def join() -> None:
+        async def join_transfer() -> None:
             found = await self.trainer.call(JoinTransfer(adapters=True))
             links.update(found)
 
-        await control.prepare(streams, join, {"rank": lora.rank, "scale": lora.scale})
+        await control.prepare(streams, join_transfer, {"rank": lora.rank, "scale": lora.scale})
         _print_links("adapters", links)
 
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:

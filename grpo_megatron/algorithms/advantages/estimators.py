@@ -305,8 +305,7 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     delta = turns.reward + o.gagpo_gamma * next_value - value
     advantage = _discounted(delta, is_last, o.gagpo_gamma * o.gagpo_lambda)
     values = Groups(of_group, valid).standardised(advantage, o.std_kind, o.advantage_eps)
-    next_values = torch.where(is_last, 0.0, values.roll(-1))
-    return _credit(batch, turns, values - next_values)
+    return _to_tokens_of_turns(batch, turns, is_last, values)
 
 
 @ESTIMATORS.register("gigpo")
@@ -326,8 +325,7 @@ def gigpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     of_turns = _beside_mean(o, Groups(anchor, groups.valid[turns.sample]), returns)
     of_episodes = _beside_mean(o, groups, batch.rewards)
     values = of_episodes[turns.sample] + o.gigpo_omega * of_turns
-    next_values = torch.where(is_last, 0.0, values.roll(-1))
-    return _credit(batch, turns, values - next_values)
+    return _to_tokens_of_turns(batch, turns, is_last, values)
 
 
 @ESTIMATORS.register("gae")
@@ -465,6 +463,17 @@ def _without(what: str) -> DataError:
         where=what,
         remedy=f"give {what}, or choose an outcome-level advantage",
     )
+
+
+def _to_tokens_of_turns(
+    batch: SampleBatch, turns: Events, is_last: Tensor, values: Tensor
+) -> Tensor:
+    """Give all tokens of a turn its value, [n]. is_last: whether a turn is its sample's last, [K];
+    values: [K].
+
+    Credit is summed from the back, so a turn's own is its value less that of the turn after it."""
+    next_values = torch.where(is_last, 0.0, values.roll(-1))
+    return _credit(batch, turns, values - next_values)
 
 
 def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:

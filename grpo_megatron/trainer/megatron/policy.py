@@ -522,7 +522,7 @@ def _shard(name: str, parameter: torch.Tensor) -> Shard:
         group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return Shard(name, parameter)
-    if "linear_fc2" in name:
+    if "linear_fc2" in name:  # of which Transformer Engine's grouped layers say 0
         dim = 1
     else:
         described: Any = parameter  # Megatron's attributes

@@ -256,23 +256,22 @@ class RouteSource:
             return None
         by_domain = self._keep_weights()
         weights = []
-        places = []
-        for microbatch in update.microbatches:
-            places += [microbatch.rows, microbatch.sample]
-        places_on_host = iter(to_host(places))
-        for microbatch in update.microbatches:
+        rows = [microbatch.rows for microbatch in update.microbatches]
+        samples_of_tokens = [microbatch.sample for microbatch in update.microbatches]
+        on_host = to_host([*rows, *samples_of_tokens])  # the device is waited for once
+        for number, microbatch in enumerate(update.microbatches):
+            places = on_host[number]
+            sample_of_token = on_host[len(rows) + number]
             samples = torch.from_numpy(microbatch.samples)
             of_sample = constants.weights[samples] * by_domain[constants.batch.domains[samples]]
             at_tokens = torch.zeros(microbatch.num_tokens)
-            of_tokens = next(places_on_host)
-            sample_of_token = next(places_on_host)
             of_uses = of_sample[sample_of_token].float()
             if constants.batch.spoilt is not None:
                 is_spoilt = constants.batch.spoilt[constants.batch.flat_index(samples)]
                 of_uses[is_spoilt] = 0.0
             if self._counts_once:
-                of_uses = of_uses / microbatch.uses.in_update[of_tokens]
-            at_tokens.index_add_(0, of_tokens, of_uses)
+                of_uses = of_uses / microbatch.uses.in_update[places]
+            at_tokens.index_add_(0, places, of_uses)
             weights.append(pinned(local_part(microbatch, at_tokens).contiguous()))
         balance = None
         if settings.balance_weight > 0:

@@ -5,7 +5,7 @@ trainer knows (entropies, old and reference log-probs). Every rank gets the same
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -145,8 +145,9 @@ class Training:
             for stats in trained.stats:
                 total.add(stats)
         critic_began = time.perf_counter()
-        for stats in self._train_critic(num_updates):
-            total.add(stats)
+        if self.critic is not None:
+            for stats in self._train_critic(self.critic, num_updates):
+                total.add(stats)
         critic_s += time.perf_counter() - critic_began
 
         self._write_masks()
@@ -211,16 +212,15 @@ class Training:
             self.critic.compute_values(self.updates)
         return time.perf_counter() - began
 
-    def _train_critic(self, num_updates: int) -> Iterator[Stats]:
+    def _train_critic(self, critic: Critic, num_updates: int) -> list[Stats]:
         """Take an optimizer step of the critic for each one that the policy takes in a step after
-        the warm-up; metrics of each."""
-        if self.critic is None:
-            return
-        optimizer = self.critic.settings.optimizer
+        the warm-up; returns the metrics of each."""
+        optimizer = critic.settings.optimizer
         first = self.table.manifest.step * self.config.batch.updates_per_step
         num_updates_here = self.config.batch.epochs * len(self.updates)
+        trained = []
         for number in range(num_updates_here):
-            yield self.critic.train(
+            stats = critic.train(
                 self.updates[number % len(self.updates)],
                 self.batch,
                 self.value_targets,
@@ -228,6 +228,8 @@ class Training:
                 self.objective.domains,
                 is_last=number + 1 == num_updates_here,
             )
+            trained.append(stats)
+        return trained
 
     def _measure_update(self, update: UpdateBatch, advantages: Advantages) -> Stats:
         """Measure an update as if it were trained, which it is not; checks the engines' log-probs,
