@@ -1,6 +1,7 @@
 """How model families write calls of tools in a reply: the names of formats, by which parsers are
 chosen, and the signs by which one finds a call in a text and a format in a chat template."""
 
+import re
 from dataclasses import dataclass
 
 from grpo_megatron.data.chat_template import ChatTemplate
@@ -19,14 +20,49 @@ class CallFormat:
     each: str = ""  # begins every single call
     framing: str = ""  # what the template writes between the text and the first call
     example: str = ""  # shown to a policy that wrote something else
+    each_end: str = ""  # ends a call; `each` in front of it is a part of that call
+    whole: re.Pattern[str] | None = None
+    """What an opening begins, where parsers drop the parts that they do not understand."""
 
 
 _JSON_CALL = '{"name": "NAME", "arguments": {...}}'
 _DEEPSEEK_BEGIN = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_CALL = _DEEPSEEK_BEGIN + "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+# A value ends where the parser ends it: one that has an end in it is no part of a whole call. What
+# was matched is never given back (`*+`), so that no text takes long.
+_CODER_CALL = r"""
+    <function=[^<>]++>\s*+
+    (?:
+        <parameter=[^<>]++>
+        (?: (?! <\s*+/?+\s*+parameter\s*+[=>] | </function> ) . )*+
+        </parameter>\s*+
+    )*+
+    </function>\s*+
+"""
+_CODER_WHOLE = re.compile(
+    rf"<tool_call>\s*+ (?:{_CODER_CALL})++ </tool_call> | {_CODER_CALL} (?:</tool_call>)?+",
+    re.DOTALL | re.VERBOSE,
+)
+_GLM_WHOLE = re.compile(
+    r"""
+    <tool_call>[^<]++
+    (?:
+        <arg_key> (?: (?! </arg_key> | </tool_call> ) . )*+ </arg_key>\s*+
+        <arg_value> (?: (?! </arg_value> | </tool_call> ) . )*+ </arg_value>\s*+
+    )*+
+    </tool_call>
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+
 FORMATS = {
     "hermes": CallFormat(
-        ("<tool_call>",), "<tool_call>", "\n", f"<tool_call>\n{_JSON_CALL}\n</tool_call>"
+        ("<tool_call>",),
+        "<tool_call>",
+        "\n",
+        f"<tool_call>\n{_JSON_CALL}\n</tool_call>",
+        "</tool_call>",
     ),
     "qwen3_coder": CallFormat(
         ("<tool_call>",),
@@ -34,12 +70,15 @@ FORMATS = {
         "\n",
         "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
         "</tool_call>",
+        whole=_CODER_WHOLE,
     ),
     "glm45": CallFormat(
         ("<tool_call>",),
         "<tool_call>",
         "\n",
         "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+        "</tool_call>",
+        _GLM_WHOLE,
     ),
     "llama3_json": CallFormat(("<|python_tag|>",), "", "", '{"name": "NAME", "parameters": {...}}'),
     "deepseek_v3": CallFormat(
@@ -109,6 +148,24 @@ def num_begun_calls(name: str, text: str) -> int:
     return text.count(each)
 
 
+def broken_call(name: str, text: str) -> int | None:
+    """Return the number (from 1) of the first call that is not whole: a part of it has no end, or
+    something stands between its parts. None: all are whole, as far as their parser does not say
+    that itself."""
+    whole = FORMATS.get(name, CallFormat()).whole
+    if whole is None:
+        return None
+    number = 1
+    place = _opening_of(name, text)
+    while place is not None:
+        found = whole.match(text, place)
+        if found is None:
+            return number
+        number += 1
+        place = _opening_of(name, text, found.end())
+    return None
+
+
 def text_before_calls(name: str, text: str) -> str:
     """Return what a reply says in front of its first call, without what the template writes
     between."""
@@ -125,10 +182,10 @@ def example_of(name: str) -> str:
     return FORMATS.get(name, CallFormat()).example
 
 
-def _opening_of(name: str, text: str) -> int | None:
+def _opening_of(name: str, text: str, behind: int = 0) -> int | None:
     places = []
     for opening in FORMATS.get(name, CallFormat()).openings:
-        place = text.find(opening)
+        place = text.find(opening, behind)
         if place >= 0:
             places.append(place)
     return min(places, default=None)

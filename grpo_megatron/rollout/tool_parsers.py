@@ -15,6 +15,7 @@ from grpo_megatron.data.conversation import Message
 from grpo_megatron.data.reply_forms import THOUGHT_BEGIN, THOUGHT_END
 from grpo_megatron.data.tool_calls import (
     begins_call,
+    broken_call,
     example_of,
     num_begun_calls,
     text_before_calls,
@@ -109,6 +110,12 @@ class ToolCallReader:
             raise _Malformed(str(error) or type(error).__name__) from error
         if not found and begins_call(self.format_name, answer):
             raise _Malformed("no whole call was found")
+        broken = broken_call(self.format_name, answer)
+        if broken is not None:
+            raise _Malformed(
+                f"call {broken} is not whole: a part of it has no end, or something stands between "
+                "its parts"
+            )
         num_begun = num_begun_calls(self.format_name, answer)
         if len(found) < num_begun:
             raise _Malformed(f"of {num_begun} calls only {len(found)} are whole")

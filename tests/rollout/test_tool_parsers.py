@@ -123,6 +123,99 @@ def test_a_text_without_a_call_is_a_reply(directories, name, text):
     assert read.message == {"role": "assistant", "content": text}
 
 
+def coder_reader(directories):
+    """Qwen3-Coder's calls need no tokens but those of Qwen3."""
+    return ToolCallReader("qwen3_coder", directories["qwen3"])
+
+
+def coder_call(body, name="search"):
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+def coder_value(value, key="x"):
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+def glm_call(value, key="x", name="search"):
+    argument = f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+    return f"<tool_call>{name}\n{argument}</tool_call>"
+
+
+CODER_CALL = coder_call(coder_value("a long query") + coder_value("2", "n"))
+GLM_CALL = glm_call("a long query").replace(
+    "</tool_call>", "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+)
+
+
+def test_a_call_that_is_cut_anywhere_is_not_made(directories):
+    readers = {
+        CODER_CALL: coder_reader(directories),
+        GLM_CALL: reader_of(directories["glm"]),
+    }
+    for whole, reader in readers.items():
+        [call] = reader.read(whole, TOOLS, turn=1).reply.tool_calls
+        assert call.arguments == {"x": "a long query", "n": 2}
+        for length in range(len("<tool_call>"), len(whole)):
+            read = reader.read(whole[:length], TOOLS, turn=1)
+            assert read.reply.tool_calls == (), whole[:length]
+            assert "is not whole" in read.reply.error or "no whole call" in read.reply.error
+            assert read.message == {"role": "assistant", "content": whole[:length]}
+
+
+@pytest.mark.parametrize("value", ["</tool_call>", "</arg_value>"])
+def test_a_value_of_glm_with_an_end_in_it_is_not_cut(directories, value):
+    reader = reader_of(directories["glm"])
+    text = glm_call("a") + "\n" + glm_call(f"a {value} b")
+    read = reader.read(text, TOOLS, turn=1)
+    assert read.reply.tool_calls == ()
+    assert "call 2 is not whole" in read.reply.error
+
+
+@pytest.mark.parametrize(
+    "value", ["</parameter>", "</function>", "<parameter=y>", "</ parameter >"]
+)
+def test_a_value_of_coder_with_an_end_in_it_is_not_cut(directories, value):
+    text = coder_call("") + "\n" + coder_call(coder_value(f"a {value} b"))
+    read = coder_reader(directories).read(text, TOOLS, turn=1)
+    assert read.reply.tool_calls == ()
+    assert "call 2 is not whole" in read.reply.error
+
+
+def test_a_call_in_another_format_beside_a_good_one_is_told(directories):
+    text = f"{CODER_CALL}\n<tool_call>\n{JSON_CALL}\n</tool_call>"
+    read = coder_reader(directories).read(text, TOOLS, turn=1)
+    assert "call 2 is not whole" in read.reply.error
+
+
+@pytest.mark.parametrize(
+    "value", ["a < b & c > d", "<b>x</b>", "line 1\n\n  line 2\n", "", "{}", "<arg>", "</x>"]
+)
+def test_values_with_other_signs_are_whole(directories, value):
+    read = reader_of(directories["glm"]).read(glm_call(value), TOOLS, turn=1)
+    assert [call.arguments for call in read.reply.tool_calls] == [{"x": value}]
+    read = coder_reader(directories).read(coder_call(coder_value(value)), TOOLS, turn=1)
+    assert [call.arguments for call in read.reply.tool_calls] == [{"x": value}]
+
+
+def test_calls_as_models_write_them_are_whole(directories):
+    reader = coder_reader(directories)
+    two = "I look.\n" + coder_call(coder_value("a")) + "\nand\n" + coder_call(coder_value("b"))
+    read = reader.read(f"{two}\nSo.", TOOLS, turn=1)
+    assert [call.arguments["x"] for call in read.reply.tool_calls] == ["a", "b"]
+    end = "</function>\n</tool_call>"
+    in_one_frame = coder_call(coder_value("a")).replace(
+        end, f"</function>\n<function=search>\n{coder_value('b')}{end}"
+    )
+    read = reader.read(in_one_frame, TOOLS, turn=1)
+    assert [call.arguments["x"] for call in read.reply.tool_calls] == ["a", "b"]
+    assert len(reader.read(coder_call(coder_value("</tool_call>")), TOOLS, turn=1).reply.tool_calls)
+    glm = reader_of(directories["glm"])
+    for text in ("<tool_call>search</tool_call>", "<tool_call>search\n</tool_call>"):
+        assert len(glm.read(text, TOOLS, turn=1).reply.tool_calls) == 1
+    in_a_line = "<tool_call>search<arg_key>x</arg_key><arg_value>a</arg_value></tool_call>"
+    assert len(glm.read(in_a_line, TOOLS, turn=1).reply.tool_calls) == 1
+
+
 def test_a_thought_has_no_calls(directories):
     reader = reader_of(directories["qwen3"])
     thought = f"<think>\n<tool_call>{JSON_CALL}</tool_call>\n"
