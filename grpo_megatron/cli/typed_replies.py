@@ -65,7 +65,7 @@ def typed_call(text: str) -> Mapping[str, Any] | None:
     """The call that a text is: `{"name": …, "arguments": …}`, or None."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or set(found) != {"name", "arguments"}:
         return None

@@ -107,7 +107,7 @@ def _as_table(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"the arguments of a call are no JSON: {error}",
             remedy="leave the call in the content: a malformed call is answered with an error",

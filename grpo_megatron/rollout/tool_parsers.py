@@ -30,6 +30,8 @@ _PARSERS = ("vllm.tool_parsers", "vllm.parser")
 """Loggers that print a traceback for every malformed call."""
 _FAMILIES_WITH_IDS = ("kimi_k2", "mistral")
 """Formats in which the policy writes the id of a call."""
+_DEEPEST = 100
+"""Tables and lists within one another: an environment's own code has less stack than parsers."""
 
 
 class ReadReply(NamedTuple):
@@ -106,6 +108,8 @@ class ToolCallReader:
         try:
             parser = self._parser_class(self._tokenizer, request.tools)
             found = parser.extract_tool_calls(answer, request).tool_calls
+        except RecursionError as error:
+            raise _Malformed("the arguments are nested too deeply") from error
         except Exception as error:  # parsers of many authors, and any text
             raise _Malformed(str(error) or type(error).__name__) from error
         if not found and begins_call(self.format_name, answer):
@@ -125,8 +129,10 @@ class ToolCallReader:
             call_id = f"t{turn:04d}c{number:03d}"  # nine signs, as Mistral's templates want it
             if self.format_name in _FAMILIES_WITH_IDS:
                 call_id = ids.get(number) or _stable_id(self.format_name, call.id) or call_id
-            arguments = _arguments(call.function.name, call.function.arguments)
-            calls.append(ToolCall(call.function.name, arguments, call_id))
+            name = call.function.name
+            _refuse_half_characters(name, "the name of a call")
+            _refuse_half_characters(call_id, f"the id of {name}")
+            calls.append(ToolCall(name, _arguments(name, call.function.arguments), call_id))
         return calls
 
     def _request(self, tools: Sequence[ToolSchema]) -> "ChatCompletionRequest":
@@ -150,7 +156,7 @@ class ToolCallReader:
             return {}
         try:
             written = json.loads(answer.rpartition("[TOOL_CALLS]")[2])
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         ids = {}
         if isinstance(written, list):
@@ -160,8 +166,9 @@ class ToolCallReader:
         return ids
 
     def _unreadable_text(self, error: _Malformed) -> str:
-        """Say why a call could not be read, and how one is written."""
-        told = f"the call could not be read: {error}"
+        """Say why a call could not be read, and how one is written. What the policy wrote may stand
+        in it: half of a character as its number."""
+        told = f"the call could not be read: {error}".encode(errors="backslashreplace").decode()
         example = example_of(self.format_name)
         if example:
             told += f". A call is written as {example}"
@@ -179,13 +186,50 @@ def _split_thought(text: str) -> tuple[str, str]:
 
 
 def _arguments(name: str, written: str) -> Mapping[str, Any]:
+    """Raises _Malformed for what is no JSON object, or not as every reader of JSON takes it."""
+    told = f"the arguments of {name}"
     try:
-        arguments = json.loads(written)
+        arguments = json.loads(written, parse_constant=_no_constant)
     except ValueError as error:
-        raise _Malformed(f"the arguments of {name} are no JSON: {error}") from error
+        raise _Malformed(f"{told} are no JSON: {error}") from error
+    except RecursionError as error:
+        raise _Malformed(f"{told} are nested too deeply") from error
     if not isinstance(arguments, dict):
-        raise _Malformed(f"the arguments of {name} are no JSON object")
+        raise _Malformed(f"{told} are no JSON object")
+    if _is_deeper(arguments, _DEEPEST):
+        raise _Malformed(f"{told} are nested too deeply")
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:  # 1e999, which is read as infinite
+        raise _Malformed(f"{told} have a number that is too large") from error
+    _refuse_half_characters(text, f"an argument of {name}")
     return arguments
+
+
+def _no_constant(constant: str) -> None:
+    """Refuse what Python reads beside JSON."""
+    raise ValueError(f"{constant} is no number")
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether there are more than `most` tables and lists within one another."""
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list):
+        inner = value
+    else:
+        return False
+    if most == 0:
+        return True
+    return any(_is_deeper(item, most - 1) for item in inner)
+
+
+def _refuse_half_characters(text: str, told: str) -> None:
+    r"""Raise _Malformed for what JSON can write (`"\ud800"`) and no file or socket takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _Malformed(f"{told} has half of a character") from error
 
 
 def _stable_id(format_name: str, call_id: str | None) -> str | None:

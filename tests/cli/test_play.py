@@ -348,6 +348,10 @@ def test_a_typed_call_is_what_it_says(name, arguments):
     assert typed_call(json.dumps([call])) is None
 
 
+def test_what_is_nested_too_deeply_is_no_typed_call():
+    assert typed_call("[" * 100_000) is None
+
+
 @pytest.mark.parametrize("text", ["12", "{", '{"name": "f"}', '{"name": 1, "arguments": {}}', ""])
 def test_other_texts_are_no_calls(text):
     assert typed_call(text) is None

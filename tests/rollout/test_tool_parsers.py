@@ -10,6 +10,7 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.tool_calls import call_format, example_of
 from grpo_megatron.data.turn_tokens import TurnTokens
 from grpo_megatron.environments.tools import result_message
+from grpo_megatron.environments.wire import Act, line
 from grpo_megatron.errors import ConfigError, DataError
 from grpo_megatron.rollout.tool_parsers import ToolCallReader
 from tests.data.turn_templates import FAMILIES, write_family
@@ -226,6 +227,84 @@ def test_a_thought_has_no_calls(directories):
     read = reader.read(f"{thought}</think>\n\n<tool_call>{JSON_CALL}</tool_call>", TOOLS, turn=1)
     assert len(read.reply.tool_calls) == 1
     assert read.message["content"] == f"{thought}</think>\n"
+
+
+def calls_with(arguments):
+    """One call with these arguments (JSON text) by family; in GLM's no value is JSON."""
+    call = f'{{"name": "search", "arguments": {arguments}}}'
+    return {
+        "qwen3": f"<tool_call>\n{call}\n</tool_call>",
+        "llama3": call,
+        "deepseek_v3": DEEPSEEK.replace("{}", f"search<｜tool▁sep｜>{arguments}"),
+        "kimi": KIMI.replace("{}", arguments),
+        "mistral": f"[TOOL_CALLS][{call}]",
+    }
+
+
+@pytest.mark.parametrize("name", calls_with(""))
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (r'{"x": "\ud800"}', "an argument of search has half of a character"),
+        (r'{"x": {"\udc00": [1]}}', "an argument of search has half of a character"),
+        ('{"m": NaN}', "NaN is no number"),
+        ('{"m": [-Infinity]}', "-Infinity is no number"),
+    ],
+)
+def test_what_is_no_json_outside_of_python_is_malformed(directories, name, arguments, words):
+    text = calls_with(arguments)[name]
+    read = reader_of(directories[name]).read(text, TOOLS, turn=1)
+    assert read.reply.tool_calls == ()
+    assert words in read.reply.error
+    assert read.message == {"role": "assistant", "content": text}
+    line(Act(0, 0, read.reply))
+
+
+@pytest.mark.parametrize("name", calls_with(""))
+def test_a_number_that_is_too_large_is_malformed(directories, name):
+    read = reader_of(directories[name]).read(calls_with('{"m": 1e999}')[name], TOOLS, turn=1)
+    assert read.reply.tool_calls == ()
+    assert "number" in read.reply.error
+    read = reader_of(directories[name]).read(calls_with('{"m": 1e99}')[name], TOOLS, turn=1)
+    assert read.reply.tool_calls[0].arguments == {"m": 1e99}
+
+
+@pytest.mark.parametrize("name", calls_with(""))
+def test_arguments_that_are_nested_too_deeply_are_malformed(directories, name):
+    reader = reader_of(directories[name])
+    for depth in (100, 1000, 100_000):
+        text = calls_with(f'{{"x": {"[" * depth}{"]" * depth}}}')[name]
+        read = reader.read(text, TOOLS, turn=1)
+        assert read.reply.tool_calls == ()
+        assert "nested too deeply" in read.reply.error or "no whole call" in read.reply.error
+    text = calls_with(f'{{"x": {"[" * 99}{"]" * 99}}}')[name]
+    assert len(reader.read(text, TOOLS, turn=1).reply.tool_calls) == 1
+
+
+def test_half_of_a_character_in_a_value_of_a_table_is_malformed(directories):
+    schema = {"type": "object", "properties": {"x": {"type": "object"}}}
+    tools = [{"type": "function", "function": {"name": "search", "parameters": schema}}]
+    value = r'{"a": "\ud800"}'
+    read = reader_of(directories["glm"]).read(glm_call(value), tools, turn=1)
+    assert "half of a character" in read.reply.error
+    read = coder_reader(directories).read(coder_call(coder_value(value)), tools, turn=1)
+    assert "half of a character" in read.reply.error
+
+
+def test_half_of_a_character_in_a_name_or_an_id_is_malformed(directories):
+    text = JSON_CALL.replace("search", r"\ud800")
+    read = reader_of(directories["qwen3"]).read(f"<tool_call>{text}</tool_call>", TOOLS, turn=1)
+    assert "the name of a call has half of a character" in read.reply.error
+    line(Act(0, 0, read.reply))
+    text = CALLS["mistral"].replace("abcdefghi", r"abcdefgh\ud800")
+    read = reader_of(directories["mistral"]).read(text, TOOLS, turn=1)
+    assert "the id of search has half of a character" in read.reply.error
+
+
+def test_whole_characters_written_as_halves_are_read(directories):
+    text = JSON_CALL.replace("é 1", r"\ud83d\ude00")
+    read = reader_of(directories["qwen3"]).read(f"<tool_call>{text}</tool_call>", TOOLS, turn=1)
+    assert read.reply.tool_calls[0].arguments["x"] == "\U0001f600"
 
 
 def test_arguments_have_the_types_of_the_schema(directories):
