@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from grpo_megatron.data.chat_template import ChatTemplate
+from grpo_megatron.data.reply_forms import THOUGHT_BEGIN, THOUGHT_END
 from grpo_megatron.errors import ConfigError
 
 AUTO = "auto"
@@ -18,9 +19,10 @@ class CallFormat:
 
     openings: tuple[str, ...] = ()  # a reply with one of these means to call
     each: str = ""  # begins every single call
+    each_end: str = ""
+    """Ends it, and in front of this `each` is text; empty: it is a token that no text has."""
     framing: str = ""  # what the template writes between the text and the first call
     example: str = ""  # shown to a policy that wrote something else
-    each_end: str = ""  # ends a call; `each` in front of it is a part of that call
     whole: re.Pattern[str] | None = None
     """What an opening begins, where parsers drop the parts that they do not understand."""
 
@@ -56,51 +58,53 @@ _GLM_WHOLE = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 
+_LLAMA_CALL = re.compile(r'<\|python_tag\|>|\{\s*+"(?:type|name|parameters|arguments)"')
+
 FORMATS = {
     "hermes": CallFormat(
-        ("<tool_call>",),
-        "<tool_call>",
-        "\n",
-        f"<tool_call>\n{_JSON_CALL}\n</tool_call>",
-        "</tool_call>",
+        openings=("<tool_call>",),
+        each="<tool_call>",
+        each_end="</tool_call>",
+        framing="\n",
+        example=f"<tool_call>\n{_JSON_CALL}\n</tool_call>",
     ),
     "qwen3_coder": CallFormat(
-        ("<tool_call>",),
-        "<tool_call>",
-        "\n",
-        "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
+        openings=("<tool_call>",),
+        each="<function=",
+        each_end="</function>",
+        framing="\n",
+        example="<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
         "</tool_call>",
         whole=_CODER_WHOLE,
     ),
     "glm45": CallFormat(
-        ("<tool_call>",),
-        "<tool_call>",
-        "\n",
-        "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
-        "</tool_call>",
-        _GLM_WHOLE,
+        openings=("<tool_call>",),
+        each="<tool_call>",
+        each_end="</tool_call>",
+        framing="\n",
+        example="<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+        whole=_GLM_WHOLE,
     ),
-    "llama3_json": CallFormat(("<|python_tag|>",), "", "", '{"name": "NAME", "parameters": {...}}'),
+    "llama3_json": CallFormat(
+        openings=("<|python_tag|>",), example='{"name": "NAME", "parameters": {...}}'
+    ),
     "deepseek_v3": CallFormat(
-        (_DEEPSEEK_BEGIN,),
-        "<｜tool▁call▁begin｜>",
-        "",
-        _DEEPSEEK_CALL.replace("{}", "function<｜tool▁sep｜>NAME\n```json\n{...}\n```"),
+        openings=(_DEEPSEEK_BEGIN,),
+        each="<｜tool▁call▁begin｜>",
+        example=_DEEPSEEK_CALL.replace("{}", "function<｜tool▁sep｜>NAME\n```json\n{...}\n```"),
     ),
     "deepseek_v31": CallFormat(
-        (_DEEPSEEK_BEGIN,),
-        "<｜tool▁call▁begin｜>",
-        "",
-        _DEEPSEEK_CALL.replace("{}", "NAME<｜tool▁sep｜>{...}"),
+        openings=(_DEEPSEEK_BEGIN,),
+        each="<｜tool▁call▁begin｜>",
+        example=_DEEPSEEK_CALL.replace("{}", "NAME<｜tool▁sep｜>{...}"),
     ),
     "kimi_k2": CallFormat(
-        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-        "<|tool_call_begin|>",
-        "",
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
+        openings=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        each="<|tool_call_begin|>",
+        example="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
         "<|tool_call_argument_begin|>{...}<|tool_call_end|><|tool_calls_section_end|>",
     ),
-    "mistral": CallFormat(("[TOOL_CALLS]",), "", "", f"[TOOL_CALLS][{_JSON_CALL}]"),
+    "mistral": CallFormat(openings=("[TOOL_CALLS]",), example=f"[TOOL_CALLS][{_JSON_CALL}]"),
 }
 """By the names that vLLM's parsers have."""
 
@@ -133,6 +137,17 @@ def call_format(name: str, template: ChatTemplate) -> str:
     )
 
 
+def split_thought(name: str, text: str) -> tuple[str, str]:
+    """Return the thought of a reply with its end, and the rest. A thought that does not end is all
+    of the reply; an end that stands behind the beginning of a call is a part of that call."""
+    if text.lstrip().startswith(THOUGHT_BEGIN):
+        thought, end, answer = text.partition(THOUGHT_END)
+        return thought + end, answer
+    before = text[: _first_call(name, text)]
+    thought, end, _ = before.rpartition(THOUGHT_END)
+    return thought + end, text[len(thought + end) :]
+
+
 def begins_call(name: str, text: str) -> bool:
     """Whether a reply means to call, be the call well-formed or not."""
     if name == "llama3_json" and text.lstrip().startswith("{"):
@@ -142,10 +157,20 @@ def begins_call(name: str, text: str) -> bool:
 
 def num_begun_calls(name: str, text: str) -> int:
     """Return how many calls a reply begins, as far as its format shows it."""
-    each = FORMATS.get(name, CallFormat()).each
-    if not each:
+    written = FORMATS.get(name, CallFormat())
+    if not written.each:
         return 0
-    return text.count(each)
+    if not written.each_end:
+        return text.count(written.each)
+    number = 0
+    place = text.find(written.each)
+    while place >= 0:
+        number += 1
+        end = text.find(written.each_end, place)
+        if end < 0:
+            break
+        place = text.find(written.each, end)
+    return number
 
 
 def broken_call(name: str, text: str) -> int | None:
@@ -180,6 +205,15 @@ def text_before_calls(name: str, text: str) -> str:
 def example_of(name: str) -> str:
     """Return how a call is written; empty for formats that are known by name only."""
     return FORMATS.get(name, CallFormat()).example
+
+
+def _first_call(name: str, text: str) -> int | None:
+    if name != "llama3_json":
+        return _opening_of(name, text)
+    found = _LLAMA_CALL.search(text)
+    if found is None:
+        return None
+    return found.start()
 
 
 def _opening_of(name: str, text: str, behind: int = 0) -> int | None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.data.conversation import Message
-from grpo_megatron.data.reply_forms import THOUGHT_BEGIN, THOUGHT_END
 from grpo_megatron.data.tool_calls import (
     begins_call,
     broken_call,
     example_of,
     num_begun_calls,
+    split_thought,
     text_before_calls,
 )
 from grpo_megatron.environments.protocol import Reply, ToolCall, ToolSchema
@@ -87,7 +87,7 @@ class ToolCallReader:
 
         Where one is malformed, none is made: `Reply.error` says what is wrong, and the message has
         the text as it is. Never raises for what the policy wrote."""
-        thought, answer = _split_thought(text)
+        thought, answer = split_thought(self.format_name, text)
         try:
             calls = self._calls(answer, tools, turn)
         except _Malformed as error:
@@ -173,16 +173,6 @@ class ToolCallReader:
         if example:
             told += f". A call is written as {example}"
         return told
-
-
-def _split_thought(text: str) -> tuple[str, str]:
-    """(the thought with its end, the rest). A thought that does not end is all of the reply."""
-    thought, end, answer = text.rpartition(THOUGHT_END)
-    if end:
-        return thought + end, answer
-    if text.lstrip().startswith(THOUGHT_BEGIN):
-        return text, ""
-    return "", text
 
 
 def _arguments(name: str, written: str) -> Mapping[str, Any]:

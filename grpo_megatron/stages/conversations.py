@@ -9,9 +9,13 @@ import numpy as np
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.environment_text import cut
-from grpo_megatron.data.reply_forms import THOUGHT_END
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.tool_calls import begins_call, call_format, text_before_calls
+from grpo_megatron.data.tool_calls import (
+    begins_call,
+    call_format,
+    split_thought,
+    text_before_calls,
+)
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.stages.token_text import Decode, exact_decoder, text_pieces
 from grpo_megatron.types import Turn
@@ -111,11 +115,10 @@ def _call_token(format_name: str | None, pieces: list[str]) -> int | None:
     """Return which of the tokens begins the calls of a turn; None: none does."""
     if format_name is None:
         return None
-    text = "".join(pieces)
-    thought, end, answer = text.rpartition(THOUGHT_END)
+    thought, answer = split_thought(format_name, "".join(pieces))
     if not begins_call(format_name, answer):
         return None
-    place = len(thought + end + text_before_calls(format_name, answer))
+    place = len(thought + text_before_calls(format_name, answer))
     num_characters = 0
     for token, piece in enumerate(pieces):
         num_characters += len(piece)

@@ -10,6 +10,8 @@ from grpo_megatron.data.tool_calls import (
     begins_call,
     call_format,
     example_of,
+    num_begun_calls,
+    split_thought,
     text_before_calls,
 )
 from grpo_megatron.errors import ConfigError
@@ -64,3 +66,29 @@ def test_a_format_known_by_name_only_leaves_it_to_its_parser():
     assert example_of("pythonic") == ""
     assert not begins_call("pythonic", "[f(x=1)]")
     assert text_before_calls("pythonic", "x") == "x"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "thought"),
+    [
+        ("hermes", "2", ""),
+        ("hermes", "<think>a", "<think>a"),
+        ("hermes", "\n<think>a</think>b</think>c", "\n<think>a</think>"),
+        ("hermes", "a</think>b</think>c", "a</think>b</think>"),
+        ("hermes", "a</think>b<tool_call>c</think>", "a</think>"),
+        ("hermes", "<tool_call></think>", ""),
+        ("llama3_json", 'a {b}</think>{"name": "</think>"}', "a {b}</think>"),
+        ("llama3_json", "<|python_tag|></think>", ""),
+        ("pythonic", "a</think>[f()]", "a</think>"),
+    ],
+)
+def test_where_a_thought_ends(name, text, thought):
+    assert split_thought(name, text) == (thought, text.removeprefix(thought))
+
+
+def test_calls_are_counted_outside_of_one_another():
+    assert num_begun_calls("hermes", "") == 0
+    assert num_begun_calls("hermes", "<tool_call>a<tool_call></tool_call> <tool_call>") == 2
+    assert num_begun_calls("qwen3_coder", example_of("qwen3_coder") * 3) == 3
+    assert num_begun_calls("kimi_k2", "<|tool_call_begin|>" * 2) == 2
+    assert num_begun_calls("mistral", "[TOOL_CALLS]") == 0

@@ -307,6 +307,37 @@ def test_whole_characters_written_as_halves_are_read(directories):
     assert read.reply.tool_calls[0].arguments["x"] == "\U0001f600"
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "deepseek_v3", "kimi", "mistral"])
+@pytest.mark.parametrize("thought", ["", "<think>\nI look.\n</think>\n\n", "I look.</think>"])
+def test_the_end_of_a_thought_may_stand_in_an_argument(directories, name, thought):
+    text = thought + calls_with('{"x": "what does </think> mean"}')[name]
+    read = reader_of(directories[name]).read(text, TOOLS, turn=1)
+    assert [call.arguments["x"] for call in read.reply.tool_calls] == ["what does </think> mean"]
+    assert read.message["content"].rstrip() == thought.rstrip()
+
+
+@pytest.mark.parametrize("sign", ["</think>", "<tool_call>", "<think>"])
+def test_signs_of_a_format_may_stand_in_values(directories, sign):
+    value = f"what does {sign} mean"
+    found = [
+        reader_of(directories["qwen3"]).read(
+            f"<tool_call>{JSON_CALL.replace('é 1', value)}</tool_call>", TOOLS, turn=1
+        ),
+        reader_of(directories["glm"]).read(glm_call(value), TOOLS, turn=1),
+        coder_reader(directories).read(coder_call(coder_value(value)), TOOLS, turn=1),
+    ]
+    for read in found:
+        assert [call.arguments["x"] for call in read.reply.tool_calls] == [value]
+
+
+def test_a_call_behind_one_that_names_its_sign_is_counted(directories):
+    one = f"<tool_call>{JSON_CALL.replace('é 1', '<tool_call>')}</tool_call>"
+    reader = reader_of(directories["qwen3"])
+    assert len(reader.read(one + one, TOOLS, turn=1).reply.tool_calls) == 2
+    read = reader.read(f"{one}<tool_call>", TOOLS, turn=1)
+    assert read.reply.tool_calls == () and read.reply.error
+
+
 def test_arguments_have_the_types_of_the_schema(directories):
     read = reader_of(directories["glm"]).read(CALLS["glm"], TOOLS, turn=1)
     arguments = json.loads(read.message["tool_calls"][0]["function"]["arguments"])
