@@ -69,7 +69,7 @@ FORMATS = {
         example=f"<tool_call>\n{_JSON_CALL}\n</tool_call>",
     ),
     "qwen3_coder": CallFormat(
-        openings=("<tool_call>",),
+        openings=("<tool_call>", "<function="),
         each="<function=",
         each_end="</function>",
         framing="\n",

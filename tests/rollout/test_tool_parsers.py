@@ -182,6 +182,20 @@ def test_a_value_of_coder_with_an_end_in_it_is_not_cut(directories, value):
     assert "call 2 is not whole" in read.reply.error
 
 
+@pytest.mark.parametrize("end", ["</function>", "</function>\n</tool_call>"])
+def test_a_call_of_coder_may_leave_out_its_first_sign(directories, end):
+    call = f"<function=search>\n{coder_value('a')}"
+    reader = coder_reader(directories)
+    read = reader.read(f"I look.\n{call}{end}", TOOLS, turn=1)
+    assert [call.arguments for call in read.reply.tool_calls] == [{"x": "a"}]
+    assert read.reply.text == read.message["content"] == "I look."
+    read = reader.read(f"{call}{end}\n{call}{end}", TOOLS, turn=1)
+    assert len(read.reply.tool_calls) == 2
+    for length in range(len("<function="), len(call)):
+        read = reader.read(call[:length], TOOLS, turn=1)
+        assert read.reply.tool_calls == () and read.reply.error
+
+
 def test_a_call_in_another_format_beside_a_good_one_is_told(directories):
     text = f"{CODER_CALL}\n<tool_call>\n{JSON_CALL}\n</tool_call>"
     read = coder_reader(directories).read(text, TOOLS, turn=1)
