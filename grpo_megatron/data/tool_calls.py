@@ -151,7 +151,9 @@ def split_thought(name: str, text: str) -> tuple[str, str]:
 def begins_call(name: str, text: str) -> bool:
     """Whether a reply means to call, be the call well-formed or not."""
     if name == "llama3_json" and text.lstrip().startswith("{"):
-        return True
+        has_arguments = '"parameters"' in text or '"arguments"' in text
+        if '"name"' in text and has_arguments:  # else an answer that is JSON
+            return True
     return _opening_of(name, text) is not None
 
 

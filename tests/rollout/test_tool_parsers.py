@@ -231,6 +231,28 @@ def test_calls_as_models_write_them_are_whole(directories):
     assert len(glm.read(in_a_line, TOOLS, turn=1).reply.tool_calls) == 1
 
 
+@pytest.mark.parametrize(
+    "text", ['{"answer": 5}', "{1, 2}", '{"name": "Ada", "age": 5}', '{"parameters": 3}', "{"]
+)
+def test_an_answer_of_llama_may_be_json(directories, text):
+    read = reader_of(directories["llama3"]).read(text, TOOLS, turn=1)
+    assert (read.reply.text, read.reply.tool_calls, read.reply.error) == (text, (), None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"type": "function", "function": {"name": "search", "parameters": {}}}',
+        '{"name": "search", "arguments": {"x": ',
+        "<|python_tag|>search(1)",
+    ],
+)
+def test_a_malformed_call_of_llama_is_told(directories, text):
+    read = reader_of(directories["llama3"]).read(text, TOOLS, turn=1)
+    assert read.reply.tool_calls == ()
+    assert "no whole call" in read.reply.error
+
+
 def test_a_thought_has_no_calls(directories):
     reader = reader_of(directories["qwen3"])
     thought = f"<think>\n<tool_call>{JSON_CALL}</tool_call>\n"
