@@ -91,6 +91,7 @@ class _Episode:
         try:
             observation = await self._environment.reset(self._problem, self._seeds.environment)
         except Unscorable:
+            self._finish_reason = "stop"  # no limit has ended it
             await self._sample_unscorable()
             return
         self._outcome = observation.outcome
@@ -99,6 +100,7 @@ class _Episode:
             while await self._take_turn():
                 pass
         except Unscorable:
+            self._finish_reason = "stop"
             self._outcome = _UNSCORABLE
 
     def completion(self) -> Completion:

@@ -242,7 +242,7 @@ def test_what_an_environment_breaks_has_no_outcome_and_is_closed(tokenizer, at):
     environment = Failing(at)
     found = play(tokenizer, Script(tokenizer, "408"), environment)
     assert np.isnan(found.outcome) and environment.closed == 1
-    assert found.outcome_metrics == {}
+    assert found.outcome_metrics == {} and not found.truncated
     assert found.turns[0].spoilt == (at != "step")
 
 
