@@ -6,6 +6,7 @@ no calls, a malformed call is one clear text for the policy, and ids do not depe
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,8 @@ _PARSERS = ("vllm.tool_parsers", "vllm.parser")
 """Loggers that print a traceback for every malformed call."""
 _FAMILIES_WITH_IDS = ("kimi_k2", "mistral")
 """Formats in which the policy writes the id of a call."""
+_GLM_NAME = re.compile(r"<tool_call>\s*+([^\s<{]++)\s*+(?=<arg_key>|</tool_call>)")
+"""A name in front of arguments; a call that is JSON has none."""
 _DEEPEST = 100
 """Tables and lists within one another: an environment's own code has less stack than parsers."""
 
@@ -105,6 +108,9 @@ class ToolCallReader:
     def _calls(self, answer: str, tools: Sequence[ToolSchema], turn: int) -> list[ToolCall]:
         """Raises _Malformed where the answer means to call and no call, or a bad one, is read."""
         request = self._request(tools)
+        unknown = self._unknown_tools(answer, request)
+        if unknown:
+            request = self._request([*tools, *unknown])
         try:
             parser = self._parser_class(self._tokenizer, request.tools)
             found = parser.extract_tool_calls(answer, request).tool_calls
@@ -134,6 +140,19 @@ class ToolCallReader:
             _refuse_half_characters(call_id, f"the id of {name}")
             calls.append(ToolCall(name, _arguments(name, call.function.arguments), call_id))
         return calls
+
+    def _unknown_tools(self, answer: str, request: "ChatCompletionRequest") -> list[ToolSchema]:
+        """Return tools of these names that the answer calls and nobody has: GLM's parser drops such
+        calls, where all others leave them to the environment, which says which tools there are."""
+        if self.format_name != "glm45":
+            return []
+        known = {tool.function.name for tool in request.tools or ()}
+        called = dict.fromkeys(_GLM_NAME.findall(answer))  # once, in their order
+        unknown: list[ToolSchema] = []
+        for name in called:
+            if name not in known:
+                unknown.append({"type": "function", "function": {"name": name}})
+        return unknown
 
     def _request(self, tools: Sequence[ToolSchema]) -> "ChatCompletionRequest":
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -253,6 +253,21 @@ def test_a_malformed_call_of_llama_is_told(directories, text):
     assert "no whole call" in read.reply.error
 
 
+def test_glm_leaves_unknown_tools_to_the_environment(directories):
+    reader = reader_of(directories["glm"])
+    text = glm_call("2", "n", name="serch") + "\n" + glm_call("2", "n")
+    read = reader.read(text, TOOLS, turn=1)
+    assert [(call.name, call.arguments) for call in read.reply.tool_calls] == [
+        ("serch", {"n": "2"}),
+        ("search", {"n": 2}),
+    ]
+    read = reader.read("<tool_call>serch</tool_call>", TOOLS, turn=1)
+    assert [call.name for call in read.reply.tool_calls] == ["serch"]
+    for text in (f"<tool_call>{JSON_CALL}</tool_call>", "<tool_call>I search</tool_call>"):
+        read = reader.read(text, TOOLS, turn=1)
+        assert "no whole call" in read.reply.error
+
+
 def test_a_thought_has_no_calls(directories):
     reader = reader_of(directories["qwen3"])
     thought = f"<think>\n<tool_call>{JSON_CALL}</tool_call>\n"
