@@ -25,6 +25,7 @@ from grpo_megatron.data.prompt_text import PromptRenderer, messages_of, tokenize
 from grpo_megatron.data.prompts import tokenised
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
+from grpo_megatron.data.tool_calls import other_format
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.rewards.pool import Component, RewardPool, components_of, raised_at
 from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
@@ -185,6 +186,11 @@ def _show_chat_template(
     say(f"chat template: {template.where}")
     if not _has_generation_prompt(domain, template, prompt):
         say("note: it writes no generation prompt, so that the answer has to begin its own turn")
+    if domain.episodes is not None:
+        name = domain.episodes.tool_format
+        found = other_format(name, template)
+        if found is not None:
+            say(f'note: tool_format is "{name}", and it writes calls in the format "{found}"')
     end = end_of_turn(domain, tokenizer)
     say(f"an answer ends with: {' '.join(map(tokenizer.token_text, end))}")
     if end[-1] not in tokenizer.stop_token_ids:

@@ -151,12 +151,15 @@ def submit(
 def print_advice(config: Any) -> None:
     """Say on stderr what is unusual in a valid recipe, a line each."""
     from grpo_megatron.config.problems import as_toml
+    from grpo_megatron.data.format_advice import advice_on_formats
     from grpo_megatron.plan.advice import advice_for
 
     for unusual in advice_for(config):
         typer.echo(
             f"warning: {unusual.key} = {as_toml(unusual.value)}: {unusual.message}", err=True
         )
+    for advice in advice_on_formats(config):
+        typer.echo(f"warning: {advice}", err=True)
 
 
 def warn_unchecked_rewards() -> None:

@@ -127,14 +127,31 @@ def call_format(name: str, template: ChatTemplate) -> str:
     ConfigError where it has none that is known."""
     if name != AUTO:
         return name
-    for signs, found in _SIGNS:
-        if all(template.mentions(sign) for sign in signs):
-            return found
+    found = format_of(template)
+    if found is not None:
+        return found
     raise ConfigError(
         "the chat template does not say in which format its model calls tools",
         where=f"{template.where}, tool_format",
         remedy=f"set tool_format to one of {', '.join(FORMATS)}, or to another parser of vLLM",
     )
+
+
+def format_of(template: ChatTemplate) -> str | None:
+    """Return the format in which a template writes calls; None: none that is known."""
+    for signs, found in _SIGNS:
+        if all(template.mentions(sign) for sign in signs):
+            return found
+    return None
+
+
+def other_format(name: str, template: ChatTemplate) -> str | None:
+    """Return the format in which a template writes calls where `name` is another one; None: it is
+    the same, or not known."""
+    found = format_of(template)
+    if name in (AUTO, found):
+        return None
+    return found
 
 
 def split_thought(name: str, text: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 
 from grpo_megatron.algorithms.custom import import_functions
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.secret_values import from_environment, with_secrets
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.controller.recorded_pairs import refuse_no_recording
@@ -16,12 +16,12 @@ from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.step_rows import id_of_step_token
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.tool_calls import AUTO, FORMATS
+from grpo_megatron.data.tool_calls import AUTO, FORMATS, format_of
 from grpo_megatron.environments.registry import bind
-from grpo_megatron.errors import ConfigError, EpisodeError, RewardError
+from grpo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from grpo_megatron.rewards.pool import components_of
 from grpo_megatron.rollout.agent_command import find_program
-from grpo_megatron.rollout.tool_parsers import require_format
+from grpo_megatron.rollout.tool_parsers import ToolCallReader, require_format
 
 SKIP_REMEDY = "if only the cluster has it, submit with --skip-reward-check"
 
@@ -54,6 +54,7 @@ def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
                 with_secrets(domain.agent.variables)
             if domain.episodes is not None:
                 _refuse_unknown_format(domain.episodes.tool_format)
+                _refuse_unserved_format(domain.episodes.tool_format, config.model)
         except (EpisodeError, ConfigError) as error:
             error.where = f"[[domains]] {domain.name}, {domain.episodes_table}"
             if remedy:
@@ -93,6 +94,27 @@ def _refuse_unknown_format(name: str) -> None:
             require_format(name)
     except ConfigError as error:
         raise EpisodeError(f"tool_format: {error.message}", remedy=error.remedy) from error
+
+
+def _refuse_unserved_format(name: str, model: ModelConfig) -> None:
+    """EpisodeError where the checkpoint is on this machine and its tokenizer lacks what the format
+    needs.
+
+    vLLM's parsers, which take ten seconds, are loaded for a name that is not that of the chat
+    template; without vLLM the rollout workers find out."""
+    if name == AUTO:
+        return
+    with tokenizer_directory(model) as directory:
+        if directory is None or not (directory / "tokenizer.json").is_file():
+            return
+        template = read_chat_template(directory)
+        if template is None or format_of(template) == name:
+            return
+        try:
+            with contextlib.suppress(ImportError):
+                ToolCallReader(name, directory)
+        except DataError as error:
+            raise EpisodeError(f"tool_format: {error.message}", remedy=error.remedy) from error
 
 
 def refuse_unbound_objective(config: RunConfig) -> None:

@@ -93,6 +93,15 @@ def test_an_end_that_engines_do_not_know_is_told(show, tmp_path):
     assert "add it to eos_token_id" in text
 
 
+def test_a_format_that_the_chat_template_does_not_write_is_told(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = "demo/agent-calculator-cpu"
+    assert main(["data", "show", recipe, "domains.0.environment.tool_format=glm45"]) == 0
+    assert 'note: tool_format is "glm45", and it writes calls in the' in capsys.readouterr().out
+    assert main(["data", "show", recipe]) == 0
+    assert "tool_format" not in capsys.readouterr().out
+
+
 def test_without_the_model_there_is_text_only(show):
     code, text = show("domains.0.system_prompt=Be brief.", template=None)
     assert code == 0

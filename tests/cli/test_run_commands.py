@@ -57,6 +57,13 @@ def test_train_warns_of_unusual_values(calls, capsys):
     assert len(calls) == 1
 
 
+def test_train_warns_of_a_format_that_the_chat_template_does_not_write(calls, capsys):
+    setting = "domains.0.environment.tool_format=glm45"
+    assert main(["train", "demo/agent-calculator-cpu", setting]) == 0
+    assert 'tool_format = "glm45": the chat template writes' in capsys.readouterr().err
+    assert len(calls) == 1
+
+
 def test_resume_if_exists(calls):
     assert main(["train", RECIPE, "--resume-if-exists", "seed=1"]) == 0
     make_run("demo")

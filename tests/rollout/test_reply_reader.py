@@ -9,7 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.config.run import DomainConfig, ModelConfig
+from grpo_megatron.data.format_advice import advice_on_formats
 from grpo_megatron.data.tool_calls import FORMATS
 from grpo_megatron.environments.protocol import Reply
 from grpo_megatron.errors import ConfigError, EpisodeError
@@ -19,6 +20,7 @@ from grpo_megatron.rollout.reply_reader import ReplyReader
 from grpo_megatron.rollout.tool_parsers import ReadReply
 from grpo_megatron.rollout.turn_sampler import TurnSampler
 from grpo_megatron.types import Completion, VersionSpan
+from tests.data.turn_templates import write_family
 from tests.rollout.scripted import TOOL
 
 SAMPLED = Completion(np.array([5]), np.array([-0.5]), (VersionSpan(0, 0, 1),), "stop", "")
@@ -113,8 +115,9 @@ def test_a_format_that_nobody_reads_ends_the_turn():
 class Recipe:
     """As much of one as names of formats need."""
 
-    def __init__(self, name):
+    def __init__(self, name, model="absent"):
         settings = {"name": "calculator", "tool_format": name}
+        self.model = ModelConfig(path=model)
         self.domains = [
             DomainConfig.model_validate(
                 {
@@ -141,6 +144,37 @@ def test_a_mistyped_format_is_refused_before_the_run():
     assert caught.value.where == "[[domains]] d, environment"
     assert "'hermes'" in caught.value.remedy and caught.value.remedy.endswith("; or else")
     bindings.refuse_unbound_environments(Recipe("pythonic"))
+
+
+def test_a_format_that_the_tokenizer_cannot_serve_is_refused_before_the_run(tmp_path):
+    write_family(tmp_path, "qwen3")
+    with pytest.raises(
+        EpisodeError, match="does not know calls in the format 'deepseek_v31'"
+    ) as caught:
+        bindings.refuse_unbound_environments(Recipe("deepseek_v31", tmp_path))
+    assert caught.value.message.startswith("tool_format: ")
+    assert caught.value.where == "[[domains]] d, environment"
+    assert '"auto"' in caught.value.remedy
+    bindings.refuse_unbound_environments(Recipe("glm45", tmp_path))
+
+
+def test_the_format_of_the_template_needs_no_parsers(tmp_path, monkeypatch):
+    write_family(tmp_path, "qwen3")
+    monkeypatch.setattr(bindings, "ToolCallReader", None)
+    for name in ("hermes", "auto"):
+        bindings.refuse_unbound_environments(Recipe(name, tmp_path))
+
+
+def test_formats_beside_that_of_the_template_are_told(tmp_path):
+    write_family(tmp_path / "qwen3", "qwen3")
+    write_family(tmp_path / "plain", "plain")
+    (told,) = advice_on_formats(Recipe("glm45", tmp_path / "qwen3"))
+    assert told.startswith('domains.0.environment.tool_format = "glm45": the chat template')
+    assert told.endswith('in the format "hermes"')
+    assert advice_on_formats(Recipe("hermes", tmp_path / "qwen3")) == []
+    assert advice_on_formats(Recipe("auto", tmp_path / "qwen3")) == []
+    assert advice_on_formats(Recipe("glm45", tmp_path / "plain")) == []
+    assert advice_on_formats(Recipe("glm45")) == []
 
 
 def test_a_machine_without_vllm_leaves_unknown_formats_to_the_workers(monkeypatch):
