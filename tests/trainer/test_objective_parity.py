@@ -78,6 +78,11 @@ SENSITIVE = ("gtpo_entropy", "grpo_s", "high_entropy")
 """Entropies of an untrained model are nearly equal: standardising them amplifies rounding,
 advantages around 0 change sign, and which are the highest is chance. They are compared on a model
 whose entropies differ."""
+AMPLIFIED = ("vespo",)
+"""Its weight of a sample is a power of the product of a sequence's ratios, here to log-probs that
+have nothing to do with the policy's: rounding of every token adds up over the sequence and is
+multiplied by the power. On one rank, another split into micro-batches alone moves the gradient norm
+by 2.9e-6, and GSPO's by 1e-7."""
 OBJECTIVES = {name: objective(name) for name in NAMES}
 
 
@@ -171,9 +176,10 @@ def test_layouts_agree(reference, found, name):
     np.testing.assert_allclose(
         got["losses"], expected["losses"], rtol=TOLERANCE, atol=TOLERANCE / 2
     )
-    np.testing.assert_allclose(
-        got["grad_norms"], expected["grad_norms"], rtol=TOLERANCE * (10 if name in SENSITIVE else 1)
-    )
+    tolerance = TOLERANCE
+    if name in SENSITIVE or name in AMPLIFIED:
+        tolerance = 10 * TOLERANCE
+    np.testing.assert_allclose(got["grad_norms"], expected["grad_norms"], rtol=tolerance)
     for key, value in expected["metrics"].items():
         if name not in SENSITIVE and key not in OF_PACKING:
             np.testing.assert_allclose(
