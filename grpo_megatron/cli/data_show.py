@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.data.tool_calls import other_format
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.rewards.functions import math_verify
 from grpo_megatron.rewards.pool import Component, RewardPool, components_of, raised_at
 from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
 
@@ -249,20 +250,21 @@ async def _verdicts(
     """What each reward says where the completion is the reference answer, by component, of every
     prompt."""
     judging = []
+    rewards = []
     for reward, component in zip(domain.rewards, components, strict=True):
         if _judges_answers(component):
-            judging.append(reward)
+            judging.append(component)
+            rewards.append(reward)
     not_judged = {component.name: _NOT_JUDGED for component in components}
     verdicts = [dict(not_judged) for _ in prompts]
     if not judging:
         return verdicts
-    tags = {reward.component: reward.arguments.get("answer_tag") for reward in judging}
-    alone = domain.model_copy(update={"rewards": tuple(judging), "accuracy": None})
+    alone = domain.model_copy(update={"rewards": tuple(rewards), "accuracy": None})
     async with RewardPool([alone], timeout_s=timeout_s) as pool:
         for prompt, verdict in zip(prompts, verdicts, strict=True):
             if _is_specification(prompt.answer):
                 continue
-            verdict.update(await _judge(pool, prompt, tags))
+            verdict.update(await _judge(pool, prompt, judging))
     return verdicts
 
 
@@ -305,23 +307,24 @@ def _words(reward: float, raised: str | None) -> str:
     return "none: it cannot score this answer"
 
 
-async def _judge(
-    pool: RewardPool, prompt: Prompt, tags: Mapping[str, str | None]
-) -> dict[str, str]:
+async def _judge(pool: RewardPool, prompt: Prompt, judging: Sequence[Component]) -> dict[str, str]:
     """The components' values of the answer, within their tags: alone, and in a box as of MATH."""
     completions = []
-    for tag in tags.values():
-        completions.append(_completion(_tagged(prompt.answer, tag)))
-        completions.append(_completion(_tagged(f"$\\boxed{{{prompt.answer}}}$", tag)))
+    for component in judging:
+        completions.append(_completion(_tagged(prompt.answer, component)))
+        completions.append(_completion(_tagged(f"$\\boxed{{{prompt.answer}}}$", component)))
     [scored] = await pool.score([RolloutGroup(prompt, tuple(completions), 0)])
     raised = _raised(pool)
     words = {}
-    for number, name in enumerate(tags):
+    for number, component in enumerate(judging):
+        name = component.name
         alone = float(scored.components[name][2 * number])
         boxed = float(scored.components[name][2 * number + 1])
         words[name] = _words(alone, raised.get(name))
         if boxed > alone:
             words[name] = f"{boxed:g}, as \\boxed{{…}}"
+        elif component.reward.function is math_verify and boxed < 1:
+            words[name] += f"\nnote: as \\boxed{{…}} it gets {boxed:g}; is its LaTeX whole?"
     return words
 
 
@@ -354,10 +357,16 @@ def _is_specification(answer: str) -> bool:
         return False
 
 
-def _tagged(answer: str, tag: str | None) -> str:
-    if tag is None:
-        return answer
-    return f"<{tag}>{answer}</{tag}>"
+def _tagged(answer: str, component: Component) -> str:
+    """Return the answer where the component looks for it."""
+    arguments = component.reward.arguments
+    tag = arguments.get("answer_tag")
+    if tag is not None:
+        answer = f"<{tag}>{answer}</{tag}>"
+    think_tag = arguments.get("think_tag")
+    if think_tag is not None:
+        answer = f"</{think_tag}>{answer}"
+    return answer
 
 
 def _completion(text: str, tokenizer: TextTokenizer | None = None) -> Completion:

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_megatron.errors import DataError, RewardError
 from grpo_megatron.rewards.code_tests import code_tests as code_tests
 from grpo_megatron.rewards.code_tests import extract
+from grpo_megatron.rewards.math_answers import TIMEOUT_S, parsed_completion, parsed_reference
 from grpo_megatron.rewards.registry import BoundReward, bind, needs, to_float
 
 _EXACT_MATCH = "grpo_megatron.rewards.functions:exact_match"
@@ -20,7 +21,6 @@ _NUMBER = re.compile(
     r"(?:(?<![\d)])[-+])?(?:\d+(?:,\d{3})+|\d+|(?=\.\d))"
     r"(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!\d)"
 )
-_MATH_TIMEOUT_S = 2  # math-verify's own, in whole seconds, beneath the pool's hard limit
 _UNSPACED = {"han", "hiragana", "katakana", "khmer", "lao", "myanmar", "thai", "tibetan"}
 NOT_PROSE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)"
@@ -66,16 +66,16 @@ def math_verify(
 ) -> float:
     """1 where math-verify finds completion and answer equivalent; 0 where it does not or cannot
     read the completion; NaN where it cannot read the answer."""
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    gold = _parsed_gold(answer)
+    gold = parsed_reference(answer)
     if not gold:
         return math.nan
     given = extract(completion, answer_tag, think_tag)
     if given is None:
         return 0.0
-    parsed = parse(given, parsing_timeout=_MATH_TIMEOUT_S)
-    return float(bool(parsed) and verify(gold, parsed, timeout_seconds=_MATH_TIMEOUT_S))
+    parsed = parsed_completion(given)
+    return float(bool(parsed) and verify(gold, parsed, timeout_seconds=TIMEOUT_S))
 
 
 @needs("reasoning_gym")
@@ -250,35 +250,6 @@ def _number(text: str) -> Fraction | None:
         return value
     except (InvalidOperation, OverflowError, ValueError, ZeroDivisionError):
         return None
-
-
-_OPERATORS = ("=", "^", "+", "*", " - ")
-_LETTER_ALONE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-"""A variable, or the letter of a choice: no word, unit of two letters or LaTeX command."""
-
-
-@lru_cache(maxsize=4096)
-def _parsed_gold(answer: str) -> list[Any]:
-    from math_verify import parse
-
-    if _is_bare_latex(answer):
-        answer = f"${answer}$"
-    parsed: list[Any] = parse(answer, parsing_timeout=_MATH_TIMEOUT_S)
-    if not parsed and _LETTER_ALONE.search(answer) and "$" not in answer:
-        parsed = parse(f"${answer}$", parsing_timeout=_MATH_TIMEOUT_S)
-    return parsed
-
-
-def _is_bare_latex(answer: str) -> bool:
-    """Whether an answer is a formula without its environment, of which math_verify would read a
-    number at most: 1 of "\\frac{1}{2}", 2 of "2x + 3", nothing of "(1, 2)"."""
-    has_environment = re.search(r"(?<!\\)\$", answer) is not None or "\\boxed" in answer
-    if has_environment:
-        return False
-    if "\\" in answer or answer.strip().startswith(("(", "[", "{")):
-        return True
-    has_operator = any(operator in answer for operator in _OPERATORS)
-    return has_operator and _LETTER_ALONE.search(answer) is not None
 
 
 @lru_cache(maxsize=128)

@@ -149,6 +149,20 @@ def test_each_component_says_what_it_can_of_the_answer(show):
     assert "reward numeric_match of the answer: none: it cannot score this answer" in second
 
 
+def test_an_answer_that_scores_nothing_in_a_box_is_told(show):
+    rows = [
+        {"question": "2 / 4?", "answer": "\\frac{1}{2"},
+        {"question": "Factors?", "answer": "3, 5, 7"},
+    ]
+    reward = f'{{function="{REWARDS}:math_verify", arguments={{think_tag="think"}}}}'
+    code, text = show(f"domains.0.rewards=[{reward}]", rows=rows)
+    assert code == 0
+    first, second = text.split("prompt 2")
+    assert "reward math_verify of the answer: 1\nnote: as \\boxed{…} it gets 0" in first
+    assert "reward math_verify of the answer: 1\n" in second
+    assert "note:" not in second
+
+
 def test_tests_of_programs_are_no_answers(show, tmp_path):
     (tmp_path / "own_reward.py").write_text("def tests(completion, answer): return len(answer)\n")
     rows = [{"question": "Write it.", "answer": '{"inputs": ["1"], "outputs": ["2"]}'}]
