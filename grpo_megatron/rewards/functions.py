@@ -12,15 +12,23 @@ from typing import Any
 from grpo_megatron.errors import DataError, RewardError
 from grpo_megatron.rewards.code_tests import code_tests as code_tests
 from grpo_megatron.rewards.code_tests import extract
-from grpo_megatron.rewards.math_answers import TIMEOUT_S, parsed_completion, parsed_reference
+from grpo_megatron.rewards.math_answers import (
+    TIMEOUT_S,
+    parsed_completion,
+    parsed_reference,
+    plain_numbers,
+)
 from grpo_megatron.rewards.registry import BoundReward, bind, needs, to_float
 
 _EXACT_MATCH = "grpo_megatron.rewards.functions:exact_match"
+_CURRENCY = r"(?:\\?\$|[€£¥])"
 # A sign counts only where no operand stands before it: "42-17" ends with 17, "x = -17" with -17.
 _NUMBER = re.compile(
-    r"(?:(?<![\d)])[-+])?(?:\d+(?:,\d{3})+|\d+|(?=\.\d))"
+    rf"(?:(?<![\d)])[-+]{_CURRENCY}?)?(?:\d+ (?=\d+/\d))?(?:\d+(?:,\d{{3}})+|\d+|(?=\.\d))"
     r"(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!\d)"
 )
+_SIGN_OF_MONEY = re.compile(rf"([-+]?)\s*{_CURRENCY}")
+_MIXED = re.compile(r"([-+]?)(\d[\d,]*) (\d+/\d+)")
 _UNSPACED = {"han", "hiragana", "katakana", "khmer", "lao", "myanmar", "thai", "tibetan"}
 NOT_PROSE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)"
@@ -48,12 +56,14 @@ def numeric_match(
     think_tag: str | None = None,
 ) -> float:
     """1 where the last number of the completion equals the answer, else 0; NaN where the answer
-    is not a number. Numbers may have a sign, thousands separators, decimals, or be fractions; they
-    are compared exactly (`0.5` equals `1/2`), up to an absolute difference of `tolerance`."""
-    expected = _number(answer.strip().lstrip("$"))
+    is not a number. Numbers may have a sign, a currency, thousands separators, decimals, or be
+    fractions and mixed numbers (`3 1/2`); they are compared exactly (`0.5` equals `1/2`), up to an
+    absolute difference of `tolerance`."""
+    expected = _number(plain_numbers(answer))
     if expected is None:
         return math.nan
-    found = _NUMBER.findall(extract(completion, answer_tag, think_tag) or "")
+    given = extract(completion, answer_tag, think_tag) or ""
+    found = _NUMBER.findall(plain_numbers(given))
     value = None
     if found:
         value = _number(found[-1])
@@ -242,7 +252,11 @@ def environment(completion: str, answer: str, *, outcome: float) -> float:
 
 
 def _number(text: str) -> Fraction | None:
-    top, slash, bottom = text.strip().replace(",", "").partition("/")
+    text = _SIGN_OF_MONEY.sub(r"\1", text.strip(), count=1)
+    mixed = _MIXED.fullmatch(text)
+    if mixed is not None:
+        return _mixed_number(*mixed.groups())
+    top, slash, bottom = text.replace(",", "").partition("/")
     try:
         value = Fraction(Decimal(top))
         if slash:
@@ -250,6 +264,17 @@ def _number(text: str) -> Fraction | None:
         return value
     except (InvalidOperation, OverflowError, ValueError, ZeroDivisionError):
         return None
+
+
+def _mixed_number(sign: str, whole: str, fraction: str) -> Fraction | None:
+    part = _number(fraction)
+    rest = _number(whole)
+    if part is None or rest is None:
+        return None
+    value = rest + part
+    if sign == "-":
+        value = -value
+    return value
 
 
 @lru_cache(maxsize=128)

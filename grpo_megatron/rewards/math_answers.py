@@ -14,8 +14,10 @@ _LONGEST_ANSWER = 200  # characters of a completion that may be an answer alone
 # --- signs
 
 _NO_BREAK_SPACES = "\u00a0\u2007\u2009\u202f"
-_SPACE_OF_THOUSANDS = re.compile(rf"(?<=\d)(?:[{_NO_BREAK_SPACES}~]|\\[,:; ])(?=\d{{3}}(?!\d))")
-_DASH_AS_MINUS = re.compile(r"(?:^|(?<=[\s(,=$\[{]))–(?=[\d.])")
+_SPACE_OF_THOUSANDS = re.compile(
+    rf"(?<=\d)(?:[{_NO_BREAK_SPACES}]|\\[,:; ]|,\\!|\{{,\}})(?=\d{{3}}(?!\d))"
+)
+_DASH_AS_MINUS = re.compile(r"(?<![\w)])–(?=[\d.$])")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,9})\.(\d{0,9})\\overline\{(\d{1,9})\}")
 _ROOT = re.compile(r"√\s*(?:([\d.]+|[a-zA-Z])|\(([^()]*)\))")
 _MIXED = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])")
@@ -84,14 +86,22 @@ _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)")
 _SEPARATOR = re.compile(r"[,;]|\b(?:and|or)\b")
 
 
-def plain_signs(text: str) -> str:
-    """Return a text whose minus signs, spaces between thousands, repeating decimals, roots and
-    mixed numbers are such as math-verify reads."""
-    text = text.replace("−", "-").replace("²", "^2").replace("³", "^3")
+def plain_numbers(text: str) -> str:
+    """Return a text with `-` for the minus signs of Unicode, no space or LaTeX between thousands,
+    and common spaces for those that do not break."""
+    text = text.replace("−", "-")
     text = _DASH_AS_MINUS.sub("-", text)
     text = _SPACE_OF_THOUSANDS.sub("", text)
     for space in _NO_BREAK_SPACES:
         text = text.replace(space, " ")
+    return text
+
+
+def plain_signs(text: str) -> str:
+    """Return a text whose numbers are plain, and whose repeating decimals, exponents, roots and
+    mixed numbers are such as math-verify reads."""
+    text = plain_numbers(text)
+    text = text.replace("²", "^2").replace("³", "^3")
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _ROOT.sub(_latex_of_root, text)
     return _MIXED_ALONE.sub(r"\1\\frac{\2}{\3}", text)
