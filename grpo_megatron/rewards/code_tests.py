@@ -5,6 +5,7 @@ import ast
 import asyncio
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,10 @@ from grpo_megatron.rewards import sandbox
 from grpo_megatron.rewards.registry import needs
 from grpo_megatron.rewards.sandbox import MIB, Limits
 
+_FENCE = re.compile(
+    r"\s*(?P<item>(?:[-*+]|\d{1,3}[.)])\s+)?(?P<ticks>`{3,})\s*(?P<language>[\w{][^`]*)?"
+)
+"""A line that opens or closes a block of code, maybe as the beginning of an item of a list."""
 _INSIDE = {"/inside.py": Path(__file__).with_name("inside.py").read_text()}
 
 
@@ -139,15 +144,32 @@ def extract(completion: str, tag: str | None, think_tag: str | None = None) -> s
 
 
 def last_code_block(completion: str) -> str:
-    """Return the content of the last closed block between lines of three backticks, or nothing."""
+    """Return the content of the last closed block between lines of three or more backticks, or
+    nothing; without the indentation of the line that opens it.
+
+    Backticks alone close a block. With a word behind them they open one, also where the one before
+    was left open."""
     lines = completion.splitlines()
-    fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
-    num_closed = len(fences) // 2 * 2
-    if not num_closed:
-        return ""
-    start = fences[num_closed - 2] + 1
-    end = fences[num_closed - 1]
-    return "\n".join(lines[start:end])
+    program = ""
+    opening: re.Match[str] | None = None
+    start = 0
+    for number, line in enumerate(lines):
+        fence = _FENCE.fullmatch(line)
+        if fence is None:
+            continue
+        if opening is None or fence["language"]:
+            opening = fence
+            start = number + 1
+        elif not fence["item"] and len(fence["ticks"]) >= len(opening["ticks"]):
+            block = lines[start:number]
+            program = "\n".join(_without_indent(line, opening.start("ticks")) for line in block)
+            opening = None
+    return program
+
+
+def _without_indent(line: str, width: int) -> str:
+    indented = line[:width]
+    return indented.lstrip() + line[width:]
 
 
 def _lines(text: str) -> list[str]:
