@@ -18,11 +18,16 @@ def imported(reference: str, kind: type[GrpoMegatronError], what: str) -> Callab
     """Import `module:function`. The current directory is searched last, so that a file beside the
     recipe needs no package.
 
-    what: the thing in messages, for example "reward". Raises `kind` where there is no such module,
-    it does not import, or it has no such function."""
-    module_name, _, name = reference.partition(":")
+    what: the thing in messages, for example "reward". Raises `kind` where the reference is no text
+    of this form, there is no such module, it does not import, or it has no such function."""
+    module_name = name = ""
+    if isinstance(reference, str):  # arguments of a recipe may be anything
+        module_name, _, name = reference.partition(":")
     if not (module_name and name):
-        raise kind(f"{what} {reference!r} is not `module:function`")
+        raise kind(
+            f"{what} {reference!r} is not `module:function`",
+            remedy="name it as text: the module, a colon, and the function in it",
+        )
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     module = _imported_module(module_name, kind)
@@ -33,7 +38,10 @@ def imported(reference: str, kind: type[GrpoMegatronError], what: str) -> Callab
             remedy=did_you_mean(name, _public_functions(module)),
         )
     if not callable(function):
-        raise kind(f"{reference} is {type(function).__name__}, not a function")
+        raise kind(
+            f"{reference} is {type(function).__name__}, not a function",
+            remedy=did_you_mean(name, _public_functions(module)),
+        )
     found: Callable[..., Any] = function
     return found
 

@@ -40,6 +40,7 @@ _HABITS: dict[str, str] = {
     "drpo_epsilon": "drpo_delta",
     "max_tokens": "max_new_tokens",
     "grad_clip": "clip_grad",
+    "step_s": "episode_s",  # of an agent, which has no steps
 }
 """What people type from habit, where the likeness to the key cannot be seen."""
 
@@ -155,6 +156,8 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     if not found:
         for name in nearest(key, anywhere, cutoff=0.75):
             found += anywhere[name]
+    if table[-1:] == ["agent"]:  # a domain has an agent or an environment
+        found = [name for name in found if ".environment." not in name]
     index = "0"  # of the list element that `*` stands for
     for part in table:
         if part.isdigit():

@@ -3,6 +3,7 @@
 Equal positions have equal states, so that turns of different episodes can be compared where they
 meet (GiGPO, arXiv:2505.10978)."""
 
+import math
 import random
 import re
 
@@ -33,6 +34,15 @@ def _check_positive(**arguments: int) -> None:
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise EpisodeError(f"{name} = {value!r}", remedy=f"set {name} to a number above 0")
+
+
+def _check_penalty(value: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise EpisodeError(
+            f"invalid_penalty = {value!r}",
+            remedy="set invalid_penalty to what a turn without a move loses, 0 or more",
+        )
 
 
 class Game:
@@ -89,8 +99,15 @@ class LightsOut(Game):
         self._lit: set[tuple[int, int]] = set()
 
     @staticmethod
-    def check(*, size: int = 3, num_presses: int = 2, max_moves: int = 8, **_: object) -> None:
-        """EpisodeError for a board that cannot be made."""
+    def check(
+        *,
+        size: int = 3,
+        num_presses: int = 2,
+        max_moves: int = 8,
+        invalid_penalty: float = 0.0,
+    ) -> None:
+        """EpisodeError for a board that cannot be made, or a penalty that is none."""
+        _check_penalty(invalid_penalty)
         _check_positive(size=size, num_presses=num_presses, max_moves=max_moves)
         if num_presses > size * size:
             raise EpisodeError(
@@ -165,8 +182,9 @@ class GuessNumber(Game):
         self._high = largest
 
     @staticmethod
-    def check(*, largest: int = 100, max_moves: int = 10, **_: object) -> None:
-        """EpisodeError for a game that cannot be played."""
+    def check(*, largest: int = 100, max_moves: int = 10, invalid_penalty: float = 0.0) -> None:
+        """EpisodeError for a game that cannot be played, or a penalty that is none."""
+        _check_penalty(invalid_penalty)
         _check_positive(largest=largest, max_moves=max_moves)
 
     async def reset(self, problem: Problem, seed: int) -> Observation:

@@ -100,6 +100,11 @@ def bind(name: str, arguments: Mapping[str, Any]) -> BoundEnvironment:
         raise EpisodeError(
             f"environment {name}: {error.message}", where=error.where, remedy=error.remedy
         ) from error
+    except Exception as error:
+        raise EpisodeError(
+            f"environment {name} cannot work with its arguments: {type(error).__name__}: {error}",
+            remedy="give each argument a value of its type",
+        ) from error
     return BoundEnvironment(name, reference, factory, arguments, of_factory.network)
 
 

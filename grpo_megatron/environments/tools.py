@@ -151,7 +151,7 @@ class FinalAnswer:
     RewardError where it cannot be bound, EpisodeError where it asks for more than texts."""
 
     def __init__(self, reward: str, arguments: Mapping[str, Any] | None):
-        self._reward: BoundReward = bind(reward, arguments or {})
+        self._reward: BoundReward = bind(reward, arguments)
         asked = [name for name in self._reward.context if name not in ("prompt", "metadata")]
         if asked:
             raise EpisodeError(

@@ -2,12 +2,14 @@
 start or a job waits in a queue."""
 
 import contextlib
+import inspect
 import itertools
+from collections.abc import Sequence
 
 from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.secret_values import from_environment, with_secrets
-from grpo_megatron.config.templates import CHAT
+from grpo_megatron.config.templates import CHAT, TurnTemplate
 from grpo_megatron.controller.recorded_pairs import refuse_no_recording
 from grpo_megatron.data.chat_template import read_chat_template
 from grpo_megatron.data.dataset_answers import refuse_bad_responses
@@ -19,9 +21,11 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.tool_calls import AUTO, FORMATS, format_of
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
-from grpo_megatron.rewards.pool import components_of
+from grpo_megatron.rewards.code_tests import code_tests
+from grpo_megatron.rewards.pool import Component, components_of
 from grpo_megatron.rollout.agent_command import find_program
 from grpo_megatron.rollout.tool_parsers import ToolCallReader, require_format
+from grpo_megatron.types import Problem
 
 SKIP_REMEDY = "if only the cluster has it, submit with --skip-reward-check"
 
@@ -30,14 +34,33 @@ def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
     """Import every domain's rewards and check their arguments against their signatures.
 
     Raises RewardError as the controller would when it starts: one that cannot be imported, or
-    that cannot be called with the recipe's arguments. remedy: what else would help."""
+    that cannot be called with the recipe's arguments; and for tests of programs that may take
+    longer than a reward. remedy: what else would help."""
     for domain in config.domains:
         try:
-            components_of(domain, config.max_new_tokens_of(domain.name))
+            components = components_of(domain, config.max_new_tokens_of(domain.name))
+            _refuse_long_tests(components, config.data.reward_timeout_s)
         except RewardError as error:
             if remedy:
                 error.remedy = (error.remedy or "correct the recipe") + f"; {remedy}"
             raise
+
+
+def _refuse_long_tests(components: Sequence[Component], limit_s: float) -> None:
+    """RewardError where programs may run for as long as their reward process may take: it would be
+    killed, and the sample unscorable, where the tests have just failed."""
+    default_s: float = inspect.signature(code_tests).parameters["timeout_s"].default
+    for component in components:
+        if component.reward.function is not code_tests:
+            continue
+        timeout_s = component.reward.arguments.get("timeout_s", default_s)
+        if timeout_s >= limit_s:
+            raise RewardError(
+                f"timeout_s = {timeout_s:g} of code_tests is not below data.reward_timeout_s "
+                f"({limit_s:g} s)",
+                where=f"[[domains]] {component.domain}, reward {component.name}",
+                remedy=f"set timeout_s to less, or data.reward_timeout_s to {2 * timeout_s:g}",
+            )
 
 
 def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
@@ -130,17 +153,17 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
 
     Of preferences, and where responses of rows are trained, every row is read.
 
-    Raises DataError as the controller would: a row without a field, a template that asks for
-    metadata that the problem does not have, responses that are no texts, an unknown data set, a
-    chat template that is not there or refuses the conversation, a step token that is no token.
-    Chat templates and tokenizers of checkpoints that are not on this machine are left to the
-    controller."""
+    Raises DataError as the controller would: a row without a field, a template or a demonstrated
+    turn that asks for metadata that the problem does not have, responses that are no texts, an
+    unknown data set, a chat template that is not there or refuses the conversation, a step token
+    that is no token. Chat templates and tokenizers of checkpoints that are not on this machine are
+    left to the controller."""
     if config.trains_preferences:
         refuse_bad_preferences(config)
     with tokenizer_directory(config.model) as directory:
         if config.trains_preferences and config.preferences.rows == "steps" and directory:
             id_of_step_token(load_tokenizer(directory), config.preferences.step_token)
-        for domain in config.domains:
+        for index, domain in enumerate(config.domains):
             if domain.path is not None and not domain.path.exists():
                 continue
             if domain.source == "run":
@@ -156,3 +179,14 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
                 PromptRenderer(domain, None).render(problem)
             elif directory is not None:
                 PromptRenderer(domain, read_chat_template(directory)).render(problem)
+            if domain.environment is not None:
+                where = f"domains.{index}.environment.demonstration"
+                _render_turns(domain.environment.demonstration, problem, where)
+
+
+def _render_turns(texts: Sequence[str], problem: Problem, where: str) -> None:
+    """Fill demonstrated turns in. DataError where one cannot be read, or asks for metadata that the
+    problem does not have."""
+    for text in texts:
+        template = TurnTemplate(text, where=where)
+        template.response(problem.question, problem.answer, problem.metadata)

@@ -9,8 +9,10 @@ from typing import Any
 
 from grpo_megatron.errors import DataError
 from grpo_megatron.image_settings import tokens_of_size
+from grpo_megatron.rewards.argument_checks import check_tags
 from grpo_megatron.rewards.code_tests import extract
 from grpo_megatron.rewards.functions import format_tags
+from grpo_megatron.rewards.registry import needs
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _BOX = re.compile(rf"\[\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\]")
@@ -19,6 +21,7 @@ Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 
 
+@needs(check=check_tags)
 def box_iou(
     completion: str,
     answer: str,
@@ -63,6 +66,7 @@ def box_iou(
     return common / (_area(given) + _area(wanted) - common)
 
 
+@needs(check=check_tags)
 def format_box(
     completion: str, answer: str, *, think_tag: str = "think", answer_tag: str = "answer"
 ) -> float:

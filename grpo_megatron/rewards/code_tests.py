@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards import sandbox
+from grpo_megatron.rewards.argument_checks import check_number, check_tags, check_whole_number
 from grpo_megatron.rewards.registry import needs
 from grpo_megatron.rewards.sandbox import MIB, Limits
 
@@ -25,9 +26,14 @@ _FENCE = re.compile(
 _INSIDE = {"/inside.py": Path(__file__).with_name("inside.py").read_text()}
 
 
-def _check(*, mode: str = "all", **_: object) -> None:
+def _check(
+    *, mode: str = "all", timeout_s: float = 4.0, memory_mib: int = 512, **tags: object
+) -> None:
     if mode not in ("all", "fraction"):
         raise RewardError(f"mode = {mode!r}", remedy='"all" or "fraction"')
+    check_number("timeout_s", timeout_s, above=0)
+    check_whole_number("memory_mib", memory_mib, least=1)
+    check_tags(**tags)
     reason = sandbox.why_not()
     if reason:
         raise RewardError(f"programs cannot be isolated: {reason}", remedy=sandbox.REMEDY)

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from grpo_megatron.errors import DataError, RewardError
+from grpo_megatron.rewards.argument_checks import check_number, check_tags, check_whole_number
 from grpo_megatron.rewards.code_tests import code_tests as code_tests
 from grpo_megatron.rewards.code_tests import extract
 from grpo_megatron.rewards.math_answers import (
@@ -37,6 +38,7 @@ NOT_PROSE = re.compile(
 )
 
 
+@needs(check=check_tags)
 def exact_match(
     completion: str, answer: str, *, answer_tag: str | None = None, think_tag: str | None = None
 ) -> float:
@@ -47,6 +49,12 @@ def exact_match(
     return float(given is not None and given.strip() == answer.strip())
 
 
+def _check_numeric_match(*, tolerance: float = 0.0, **tags: object) -> None:
+    check_tags(**tags)
+    check_number("tolerance", tolerance, least=0)
+
+
+@needs(check=_check_numeric_match)
 def numeric_match(
     completion: str,
     answer: str,
@@ -70,7 +78,7 @@ def numeric_match(
     return float(value is not None and abs(value - expected) <= Fraction(tolerance))
 
 
-@needs("math_verify")
+@needs("math_verify", check=check_tags)
 def math_verify(
     completion: str, answer: str, *, answer_tag: str | None = None, think_tag: str | None = None
 ) -> float:
@@ -88,7 +96,7 @@ def math_verify(
     return float(bool(parsed) and verify(gold, parsed, timeout_seconds=TIMEOUT_S))
 
 
-@needs("reasoning_gym")
+@needs("reasoning_gym", check=check_tags)
 def reasoning_gym_score(
     completion: str, answer: str, *, metadata: Mapping[str, Any], answer_tag: str | None = None
 ) -> float:
@@ -106,6 +114,7 @@ def reasoning_gym_score(
     return float(score(answer=given, entry=entry))
 
 
+@needs(check=check_tags)
 def format_tags(
     completion: str,
     answer: str,
@@ -132,6 +141,7 @@ def format_tags(
     return float(not has_empty_block)
 
 
+@needs(check=check_tags)
 def format_think(
     completion: str, answer: str, *, think_tag: str = "think", opened: bool = False
 ) -> float:
@@ -148,13 +158,18 @@ def format_think(
     return float(not has_empty_part)
 
 
-def check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
+def check_scripts(
+    *, scripts: Sequence[str] = ("latin",), think_tag: str | None = "think", **_: object
+) -> None:
     """Raise RewardError unless `scripts` is a list of Unicode scripts, in lower case."""
-    if isinstance(scripts, str) or not _known_scripts().issuperset(scripts):
+    is_list = isinstance(scripts, list | tuple) and all(isinstance(name, str) for name in scripts)
+    if not is_list or not _known_scripts().issuperset(scripts):
         raise RewardError(
             f"scripts = {scripts!r} is not a list of Unicode scripts",
             remedy='for example ["latin"], ["cyrillic"] or ["han"]',
         )
+    if think_tag != "":  # all counts
+        check_tags(think_tag=think_tag)
 
 
 @needs(check=check_scripts)
@@ -187,13 +202,31 @@ def language_consistency(
     return matching / words
 
 
-def _bound(
-    accuracy: str = _EXACT_MATCH, accuracy_arguments: Mapping[str, Any] | None = None, **_: object
-) -> BoundReward:
-    return bind(accuracy, accuracy_arguments or {})
+def _bound(accuracy: str, accuracy_arguments: Mapping[str, Any] | None) -> BoundReward:
+    return bind(accuracy, accuracy_arguments)
 
 
-@needs(check=_bound)
+def _check_cosine_length(
+    *,
+    max_tokens: int,
+    correct: object = (1.0, 0.5),
+    wrong: object = (-1.0, -0.5),
+    accuracy: str = _EXACT_MATCH,
+    accuracy_arguments: Mapping[str, Any] | None = None,
+) -> None:
+    check_number("max_tokens", max_tokens, above=0)
+    for name, pair in (("correct", correct), ("wrong", wrong)):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RewardError(
+                f"{name} = {pair!r} is not a pair of numbers",
+                remedy=f"give those of no token and of max_tokens, as in {name} = [1.0, 0.5]",
+            )
+        for number in pair:
+            check_number(f"a number of {name}", number)
+    _bound(accuracy, accuracy_arguments)
+
+
+@needs(check=_check_cosine_length)
 def cosine_length(
     completion: str,
     answer: str,
@@ -223,6 +256,12 @@ def cosine_length(
     return end + (start - end) / 2 * (1 + math.cos(math.pi * used))
 
 
+def _check_soft_overlong(*, max_tokens: int, buffer: int) -> None:
+    check_number("max_tokens", max_tokens, above=0)
+    check_number("buffer", buffer, above=0)
+
+
+@needs(check=_check_soft_overlong)
 def soft_overlong(
     completion: str, answer: str, *, num_tokens: int, max_tokens: int, buffer: int
 ) -> float:
@@ -230,11 +269,22 @@ def soft_overlong(
     return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
 
 
+def _check_length_penalty(*, max_tokens: int) -> None:
+    check_number("max_tokens", max_tokens, above=0)
+
+
+@needs(check=_check_length_penalty)
 def length_penalty(completion: str, answer: str, *, num_tokens: int, max_tokens: int) -> float:
     """−min(1, n/max_tokens). Of right answers: `cosine_length`, correct (0, −1), wrong (0, 0)."""
     return -min(1.0, num_tokens / max_tokens)
 
 
+def _check_repetition(*, n: int = 3, penalty: float = -1.0) -> None:
+    check_whole_number("n", n, least=1)
+    check_number("penalty", penalty)
+
+
+@needs(check=_check_repetition)
 def repetition(
     completion: str, answer: str, *, token_ids: tuple[int, ...], n: int = 3, penalty: float = -1.0
 ) -> float:

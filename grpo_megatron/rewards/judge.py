@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.argument_checks import check_tags
 from grpo_megatron.rewards.registry import needs
 from grpo_megatron.rewards.served import post
 
@@ -23,8 +24,9 @@ class Criterion(NamedTuple):
     weight: float = 1.0
 
 
-def check_criteria(*, criteria: Sequence[Any] | None = None, **_: object) -> None:
-    """Raise RewardError unless the recipe's `criteria` are a rubric."""
+def check_criteria(*, criteria: Sequence[Any] | None = None, **others: object) -> None:
+    """Raise RewardError unless the recipe's `criteria` are a rubric, and `think_tag` is a name."""
+    check_tags(**others)
     if criteria is not None:
         read_criteria(criteria, "criteria")
 
@@ -155,6 +157,7 @@ def _scores(reply: str, num_criteria: int) -> list[float]:
     return scores
 
 
+@needs(check=check_tags)
 async def reward_model(
     completion: str,
     answer: str,

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 from grpo_megatron.config.imports import ENVIRONMENT_REWARD, imported
 from grpo_megatron.config.secret_values import with_secrets
 from grpo_megatron.config.suggest import did_you_mean, nearest
-from grpo_megatron.errors import ConfigError, RewardError, raised_as
+from grpo_megatron.errors import ConfigError, GrpoMegatronError, RewardError, raised_as
 
 CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids", "outcome")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
 `**arguments` takes the first two: the others would be sent to processes for nothing."""
 
-_OUTCOME = "grpo_megatron.rewards.functions:environment"
+_SHIPPED = "grpo_megatron.rewards.functions"
+_OUTCOME = f"{_SHIPPED}:environment"
 _SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata, **arguments)"
 
 
@@ -57,10 +58,10 @@ def needs(
 
 
 def bind(
-    reference: str, arguments: Mapping[str, Any], offered: Mapping[str, Any] | None = None
+    reference: str, arguments: Mapping[str, Any] | None, offered: Mapping[str, Any] | None = None
 ) -> BoundReward:
     """Import `module:function`; RewardError where that fails, or it cannot be called as a reward
-    with these arguments, or its check refuses them.
+    with these arguments (None: there are none), or its check refuses them.
 
     `offered` are arguments that the recipe need not repeat: the function gets those that it
     requires and that `arguments` do not set. One with a default of its own keeps it: a judge's
@@ -71,7 +72,15 @@ def bind(
     The current directory is searched last, so that a file beside the recipe needs no package."""
     if reference == ENVIRONMENT_REWARD:
         reference = _OUTCOME
+    _refuse_no_reference(reference)
     function = imported(reference, RewardError, "reward")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise RewardError(
+            f"the arguments of reward {reference} are {arguments!r}, not a table",
+            remedy="write them by name: { name = value }",
+        )
     try:
         arguments = with_secrets(arguments)
     except ConfigError as error:
@@ -105,8 +114,34 @@ def bind(
             f"reward {reference}{signature} cannot be called: {error}",
             remedy=_remedy(signature, arguments),
         ) from error
-    check(**arguments)
+    try:
+        check(**arguments)
+    except GrpoMegatronError:
+        raise
+    except Exception as error:
+        raise RewardError(
+            f"reward {reference}{signature} cannot work with its arguments: "
+            f"{type(error).__name__}: {error}",
+            remedy="give each argument a value of its type",
+        ) from error
     return BoundReward(reference, function, arguments, context)
+
+
+def _refuse_no_reference(reference: Any) -> None:
+    """Refuse what is not `module:function`, with the shipped reward that is nearest."""
+    if isinstance(reference, str) and ":" in reference:
+        return
+    shipped = importlib.import_module(_SHIPPED)
+    known = []
+    for name, value in vars(shipped).items():
+        if hasattr(value, "needs"):
+            known.append(name)
+    last = str(reference).rpartition(".")[2]
+    near = nearest(last, known, count=1)
+    remedy = f'for example "{_SHIPPED}:exact_match"'
+    if near:
+        remedy = f'did you mean "{_SHIPPED}:{near[0]}"?'
+    raise RewardError(f"reward {reference!r} is not `module:function`", remedy=remedy)
 
 
 def _remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:

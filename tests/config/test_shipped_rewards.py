@@ -6,6 +6,7 @@ import pytest
 
 from grpo_megatron import assets
 from grpo_megatron.config.templates import CHAT, PromptTemplate
+from grpo_megatron.launch.bindings import refuse_unbound_rewards
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rehearsal.made_up_rows import refuse_unbound_environments_here
 from grpo_megatron.rewards.pool import components_of
@@ -49,6 +50,7 @@ def text_of_a_prompt(domain):
 
 def check_domains(config):
     refuse_unbound_environments_here(config)
+    refuse_unbound_rewards(config)
     for domain in config.domains:
         if config.trains_preferences:
             continue  # nothing is rewarded

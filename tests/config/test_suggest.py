@@ -64,10 +64,17 @@ def test_one_edit_finds_the_key(seed):
         ("trainer.Tensor-Parallel-Size", "trainer.tensor_parallel_size"),
         ("trainer.seed", "seed"),
         ("domain", "domains"),
+        ("domains.0.agent.step_s", "domains.0.agent.episode_s"),
     ],
 )
 def test_habits_and_wrong_tables(wrong, right):
     assert nearest_keys(tuple(wrong.split(".")))[0] == right
+
+
+def test_an_agent_is_not_told_keys_of_an_environment():
+    for key in ("step_s", "servers", "demonstration"):
+        found = nearest_keys(("domains", 0, "agent", key))
+        assert not any(".environment." in name for name in found)
 
 
 def test_nothing_is_suggested_for_nonsense():

@@ -125,6 +125,16 @@ def test_two_packages_with_one_name(points):
         ("lights_out", {"size": "3"}, "size = '3'"),
         ("lights_out", {"num_presses": 10}, "10 of a board with 9 lights"),
         ("guess_number", {"largest": True}, "largest = True"),
+        ("guess_number", {"invalid_penalty": -1}, "invalid_penalty = -1"),
+        ("guess_number", {"invalid_penalty": float("nan")}, "invalid_penalty = nan"),
+        ("lights_out", {"invalid_penalty": "x"}, "invalid_penalty = 'x'"),
+        ("calculator", {"reward": 5}, "reward 5 is not `module:function`"),
+        ("calculator", {"reward": "numeric_mach"}, "did you mean .*functions:numeric_match"),
+        ("calculator", {"reward_arguments": 5}, "are 5, not a table"),
+        ("calculator", {"reward_arguments": 0}, "are 0, not a table"),
+        ("calculator", {"reward_arguments": {"tolerance": -1}}, "tolerance = -1"),
+        ("remote", {"url": 5}, "cannot work with its arguments: AttributeError"),
+        ("search", {"corpus": 5}, "cannot work with its arguments: TypeError"),
     ],
 )
 def test_each_refusal_is_one_message(name, arguments, words):
@@ -139,6 +149,8 @@ def test_each_refusal_is_one_message(name, arguments, words):
     [
         ("name=calculater", "did you mean 'calculator'"),
         ('arguments={rewrad="x"}', "did you mean 'reward'"),
+        ("arguments={reward=5}", "reward 5 is not `module:function`"),
+        ("arguments={reward_arguments=5}", "are 5, not a table"),
     ],
 )
 def test_nothing_starts_with_an_environment_that_cannot_be_made(

@@ -12,6 +12,7 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.launch import slurm
+from tests.rewards.sandboxes import needs_sandbox
 
 RECIPE = "demo/gspo-moe-cpu"
 REWARD = "domains.0.rewards.0.function="
@@ -116,6 +117,50 @@ def test_nothing_starts_with_what_cannot_be_read(
     assert main([command, RECIPE, *site, "runs_dir=here", *settings]) == code
     assert words in capsys.readouterr().err
     assert queued == []
+    assert not (tmp_path / "here").exists()
+
+
+TESTS = f"{REWARD}grpo_megatron.rewards.functions:code_tests"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["domains.0.rewards.0.arguments.timeout_s=1000"], "timeout_s = 1000"),
+        (["data.reward_timeout_s=4"], "timeout_s = 4 "),
+    ],
+)
+def test_tests_of_programs_end_before_their_process_does(queued, capsys, settings, words):
+    command = ["submit", RECIPE, "--site", "bare", TESTS]
+    assert main([*command, *settings]) == 10
+    said = capsys.readouterr().err
+    assert words in said
+    assert "not below data.reward_timeout_s" in said
+    assert "[[domains]] addition, reward code_tests" in said
+    assert "remedy" in said and queued == []
+    assert main([*command, *settings, "data.reward_timeout_s=2000"]) == 0
+
+
+@pytest.mark.parametrize("command", ["train", "submit"])
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ('["{nope}", "{answer}"]', "{nope} is not supported"),
+        ('["{answer"]', "expected '}'"),
+        ('["{answer}", "{metadata[nope]}"]', "has no metadata 'nope'"),
+    ],
+)
+def test_demonstrated_turns_are_tried_before_anything_starts(
+    queued, tmp_path, capsys, command, turns, words
+):
+    site = ["--site", "bare"] if command == "submit" else []
+    setting = f"domains.0.environment.demonstration={turns}"
+    assert main([command, "demo/agent-calculator-cpu", *site, "runs_dir=here", setting]) == 4
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("domains.0.environment.demonstration") == 1
+    assert "remedy" in said
     assert not (tmp_path / "here").exists()
 
 

@@ -12,7 +12,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_megatron.rewards.registry import needs
+
 not_a_function = 3
+
+
+@needs(check=lambda *, size: size + 1)
+def checked(completion: str, answer: str, *, size: int) -> float:
+    """Has a check that does not expect what it is given."""
+    return 1.0
 
 
 def lines_right(completion: str, answer: str) -> Any:

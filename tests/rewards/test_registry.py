@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from grpo_megatron.errors import RewardError
@@ -43,13 +45,75 @@ FUNCTIONS = "grpo_megatron.rewards.functions"
         (f"{HOSTILE}:weighed", {}, ["set it in the recipe: arguments = { weight = … }"]),
         (f"{HOSTILE}:asks_for_the_promt", {}, ["did you mean 'prompt'"]),
         (f"{HOSTILE}:always_raises", {"prompt": 1}, ["'prompt' is the pool's own"]),
+        ("numeric_mach", {}, [f'did you mean "{FUNCTIONS}:numeric_match"?']),
+        ("functions.exact_match", {}, [f'did you mean "{FUNCTIONS}:exact_match"?']),
+        (f"{FUNCTIONS}:cosine_length", {"accuracy": 5}, ["reward 5 is not", "exact_match"]),
+        (
+            f"{FUNCTIONS}:cosine_length",
+            {"accuracy_arguments": 5},
+            ["arguments of reward", "are 5, not a table", "{ name = value }"],
+        ),
+        (f"{FUNCTIONS}:language_consistency", {"scripts": 5}, ["scripts = 5 is not a list"]),
+        (f"{FUNCTIONS}:language_consistency", {"scripts": [["latin"]]}, ["is not a list"]),
+        (f"{HOSTILE}:checked", {"size": "x"}, ["cannot work with its arguments: TypeError"]),
+        (f"{FUNCTIONS}:cosine_length", {"correct": 1.0}, ["correct = 1.0", "[1.0, 0.5]"]),
+        (f"{FUNCTIONS}:cosine_length", {"wrong": [1, 2, 3]}, ["wrong = [1, 2, 3]", "a pair"]),
+        (f"{FUNCTIONS}:cosine_length", {"wrong": [0, "x"]}, ["a number of wrong = 'x'"]),
+        (f"{FUNCTIONS}:numeric_match", {"tolerance": -1}, ["tolerance = -1", "at least 0"]),
+        (f"{FUNCTIONS}:numeric_match", {"tolerance": "x"}, ["tolerance = 'x'", "at least 0"]),
+        (f"{FUNCTIONS}:numeric_match", {"tolerance": math.nan}, ["tolerance = nan"]),
+        (f"{FUNCTIONS}:repetition", {"n": 0}, ["n = 0", "whole number of at least 1"]),
+        (f"{FUNCTIONS}:repetition", {"n": 2.5}, ["n = 2.5"]),
+        (f"{FUNCTIONS}:repetition", {"penalty": True}, ["penalty = True", "a finite number"]),
+        (f"{FUNCTIONS}:soft_overlong", {"buffer": 0}, ["buffer = 0", "above 0"]),
+        (f"{FUNCTIONS}:length_penalty", {"max_tokens": 0}, ["max_tokens = 0", "above 0"]),
+        (f"{FUNCTIONS}:code_tests", {"timeout_s": 0}, ["timeout_s = 0", "above 0"]),
+        (f"{FUNCTIONS}:code_tests", {"memory_mib": 0.5}, ["memory_mib = 0.5", "at least 1"]),
     ],
 )
 def test_what_cannot_be_a_reward(reference, arguments, words):
     with pytest.raises(RewardError) as caught:
-        components_of(domain({"function": reference, "arguments": arguments}))
+        components_of(domain({"function": reference, "arguments": arguments}), 16)
+    assert caught.value.remedy
     for word in [*words, "[[domains]] d"]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        f"{FUNCTIONS}:exact_match",
+        f"{FUNCTIONS}:numeric_match",
+        f"{FUNCTIONS}:math_verify",
+        f"{FUNCTIONS}:reasoning_gym_score",
+        f"{FUNCTIONS}:format_tags",
+        f"{FUNCTIONS}:code_tests",
+        "grpo_megatron.rewards.boxes:box_iou",
+        "grpo_megatron.rewards.boxes:format_box",
+    ],
+)
+@pytest.mark.parametrize("tag", ["<answer>", "</answer>", "answer>", "", "the answer", 5])
+def test_a_tag_is_a_bare_name(reference, tag):
+    with pytest.raises(RewardError, match="is not the bare name of a tag") as caught:
+        bind(reference, {"answer_tag": tag})
+    if "answer>" in str(tag):
+        assert caught.value.remedy == 'write answer_tag = "answer"'
+
+
+@pytest.mark.parametrize(
+    ("reference", "arguments"),
+    [
+        (f"{FUNCTIONS}:format_think", {}),
+        (f"{FUNCTIONS}:language_consistency", {}),
+        ("grpo_megatron.rewards.judge:judge", {"url": "http://judge", "model": "m"}),
+        ("grpo_megatron.rewards.judge:reward_model", {"url": "http://judge", "model": "m"}),
+    ],
+)
+def test_so_is_that_of_a_thought(reference, arguments):
+    with pytest.raises(RewardError, match="think_tag = '<think>'") as caught:
+        bind(reference, {**arguments, "think_tag": "<think>"})
+    assert caught.value.remedy == 'write think_tag = "think"'
+    bind(reference, {**arguments, "think_tag": "think"})
 
 
 def test_errors_inside_a_users_module_are_told(tmp_path, monkeypatch):
