@@ -20,6 +20,7 @@ class PromptTemplate:
     DataError for unbalanced braces, an unknown field, or one that would leak the answer."""
 
     _field = re.compile(r"question|metadata\[[^\[\]]+\]")
+    _fields = "{question} or {metadata[key]}"
     _leaks: tuple[str, ...] = ("answer", "solution")
     _requires_field = True
     _without_field = (
@@ -75,7 +76,7 @@ class PromptTemplate:
         if name is not None and (extra or not self._field.fullmatch(name)):
             raise self._refused(
                 f"{{{name}}} is not supported",
-                "use {question} or {metadata[key]}; write literal braces as {{ and }}",
+                f"use {self._fields}; write literal braces as {{{{ and }}}}",
             )
         return name or ""
 
@@ -87,11 +88,9 @@ class ResponseTemplate(PromptTemplate):
     """`ResponseTemplate("so</think>{answer}").response("", "85", {})` gives `"so</think>85"`."""
 
     _field = re.compile(r"question|answer|metadata\[[^\[\]]+\]")
+    _fields = "{answer}, {question} or {metadata[key]}"
     _leaks = ()
-    _without_field = (
-        "uses no field: every response would be the same",
-        "use {answer}, {question} or {metadata[key]}",
-    )
+    _without_field = ("uses no field: every response would be the same", f"use {_fields}")
 
     def response(self, question: str, answer: str, metadata: Mapping[str, Any]) -> str:
         """Return the response to a problem. Raises DataError where a metadata key is missing."""

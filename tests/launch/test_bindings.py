@@ -147,6 +147,7 @@ def test_tests_of_programs_end_before_their_process_does(queued, capsys, setting
     ("turns", "words"),
     [
         ('["{nope}", "{answer}"]', "{nope} is not supported"),
+        ('["{nope}"]', "use {answer}, {question} or {metadata[key]}; write literal braces as {{"),
         ('["{answer"]', "expected '}'"),
         ('["{answer}", "{metadata[nope]}"]', "has no metadata 'nope'"),
     ],
