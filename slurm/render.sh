@@ -29,12 +29,42 @@ seconds() {
     echo $((10#$days * 86400 + 10#$hours * 3600 + 10#${minutes:-0} * 60 + 10#${s:-0}))
 }
 
-limit=${TIME_LIMIT:-60} notice=${NOTICE_S:-600}
-if [[ $limit =~ ^[0-9][0-9:-]*$ ]] && (($(seconds "$limit") <= notice)); then
-    refuse "NOTICE_S=$notice seconds are the whole TIME_LIMIT=$limit: a job would only be requeued"
+# The patterns come first: arithmetic of what is no number fails without an end of this script.
+limit=${TIME_LIMIT:-60} notice=${NOTICE_S:-600} restarts=${MAX_RESTARTS:-20}
+digits='[0-9]{1,6}'
+timed="^$digits(-$digits)?(:$digits){0,2}$"
+endless='^([Uu][Nn][Ll][Ii][Mm][Ii][Tt][Ee][Dd]|[Ii][Nn][Ff][Ii][Nn][Ii][Tt][Ee]|-1)$'
+if [[ ! $notice =~ ^[1-9][0-9]{0,4}$ ]] || ((notice > 65535)); then
+    refuse "NOTICE_S=$notice is no number of seconds from 1 to 65535, as sbatch takes them"
+fi
+if [[ ! $restarts =~ ^(0|[1-9][0-9]{0,8})$ ]]; then
+    refuse "MAX_RESTARTS=$restarts is no number of restarts: 0 or more, in digits"
+fi
+if [[ $limit =~ $timed ]]; then
+    limit_s=$(seconds "$limit")
+    # of 0 seconds: Slurm takes it as no limit
+    if ((limit_s > 0 && limit_s <= notice)); then
+        refuse "NOTICE_S=$notice seconds are the whole TIME_LIMIT=$limit: a job would only be requeued"
+    fi
+elif [[ ! $limit =~ $endless ]]; then
+    refuse "TIME_LIMIT=$limit is no time of sbatch: minutes, M:S, H:M:S, D-H[:M[:S]] or UNLIMITED"
 fi
 
-directives() { printf '#SBATCH %q\n' "$@"; }
+# directives WORD…: one a line, quoted as sbatch reads them, which is not as bash does: outside of
+# "…" a backslash does not keep a blank, and it knows no $'…'.
+directives() {
+    local word
+    for word; do
+        if [[ $word == *[[:cntrl:]]* ]]; then
+            refuse "sbatch reads no line with a control character: $(printf %q "$word")"
+        fi
+        if [[ $word == *[!a-zA-Z0-9_@%+=:,./-]* ]]; then
+            word=${word//\\/\\\\}
+            word=\"${word//\"/\\\"}\"
+        fi
+        printf '#SBATCH %s\n' "$word"
+    done
+}
 
 # component PARTITION NODES [GPUS]: of the job; all of it, or one part of a hetjob
 component() {
@@ -45,6 +75,8 @@ component() {
     if ((${3:-$gpus})); then directives --gpus-per-node="$gpus"; fi
 }
 
+# With one Slurm takes them all away, and replaces neither %% nor %j.
+if [[ $run == *\\* ]]; then refuse "Slurm writes no log below a path with a backslash: $run"; fi
 echo '#!/usr/bin/env bash'
 sed -n '2,/^#$/{/^#$/!p}' "${BASH_SOURCE[0]%/*}/train.sbatch"
 directives --requeue --open-mode=append --signal="B:USR1@$notice" \

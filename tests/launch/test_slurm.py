@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -213,7 +214,10 @@ def test_what_a_site_prints_or_hides_is_no_part_of_the_script(tmp_path, monkeypa
         ("00:10:01", True),
         ("0-0:10", False),
         ("1-0", True),
+        ("0-0:10:01", True),
+        ("0", True),  # Slurm: without a limit
         ("UNLIMITED", True),
+        ("-1", True),
     ],
 )
 def test_a_notice_is_shorter_than_the_limit(given, monkeypatch, capsys, limit, is_longer):
@@ -222,6 +226,62 @@ def test_a_notice_is_shorter_than_the_limit(given, monkeypatch, capsys, limit, i
     code = main(["submit", "demo/gspo-moe-cpu", "--site", "bare", "--dry-run"])
     assert code == (0 if is_longer else 2)
     assert is_longer or f"TIME_LIMIT={limit}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("TIME_LIMIT", ("8h", "1-", "-5", "08:00:00:00", "1-2-3", ":30", "1:", "x", "1 2")),
+        ("NOTICE_S", ("10m", "0", "-5", "65536", "100000", "060", "1.5")),
+        ("MAX_RESTARTS", ("abc", "-1", "010", "1e3")),
+    ],
+)
+def test_a_sites_numbers_are_numbers(given, monkeypatch, capsys, name, values):
+    for value in values:
+        monkeypatch.setenv(name, value)
+        assert main(["submit", "demo/gspo-moe-cpu", "--site", "bare", "--dry-run"]) == 2
+        said = capsys.readouterr()
+        assert f"{name}={value} is no " in said.err and not said.out
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_words_of_a_script_are_as_sbatch_reads_them(given, tmp_path, monkeypatch, capsys, locale):
+    """It knows "…" with a backslash before a quote or a backslash, but neither `\\ ` nor $'…'."""
+    monkeypatch.setenv("LC_ALL", locale)
+    monkeypatch.setenv("ACCOUNT", "a'b c\\d")
+    monkeypatch.setenv("SBATCH_FLAGS", '--exclusive --nodelist=node[1-4] --comment="#1"')
+    directory = tmp_path / 'rüns "dir" $x'
+    command = ["submit", "demo/gspo-moe-cpu", "--site", "bare", "--dry-run"]
+    assert main([*command, f"runs_dir={directory}"]) == 0
+    script = capsys.readouterr().out
+    words = []
+    for line in script.splitlines():
+        if line.startswith("#SBATCH "):
+            assert "$'" not in line
+            words += shlex.split(line.removeprefix("#SBATCH "))
+    assert f"--output={directory}/demo/logs/slurm-%j.out" in words
+    assert "--account=a'b c\\d" in words
+    assert '--comment="#1"' in words
+    assert "--nodelist=node[1-4]" in words
+    assert "#SBATCH --exclusive\n" in script  # what needs no quotes has none
+
+
+@pytest.mark.parametrize(
+    ("account", "directory", "said"),
+    [
+        ("a\tb", "runs", "control character: $'--account=a\\tb'"),
+        ("lab", "ru\nns", "control character"),
+        ("lab", "ru\\ns", "no log below a path with a backslash"),
+    ],
+)
+def test_what_sbatch_cannot_read_is_refused(
+    given, tmp_path, monkeypatch, capsys, account, directory, said
+):
+    monkeypatch.setenv("ACCOUNT", account)
+    command = ["submit", "demo/gspo-moe-cpu", "--site", "bare", "--dry-run"]
+    assert main([*command, f"runs_dir={tmp_path / directory}"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
 
 
 RUN = """#!/usr/bin/env bash
