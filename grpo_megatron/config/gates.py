@@ -81,10 +81,14 @@ def parse_gate(text: str, domains: Sequence[str] = ()) -> Gate:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """`result.json` of a finished run. ConfigError where there is none."""
+    """`result.json` of a finished run. ConfigError where there is none, or a damaged one."""
     file = run / "result.json"
-    with raised_as(ConfigError, "not a finished run", (OSError, ValueError), where=file):
-        result: dict[str, Any] = json.loads(file.read_text())
+    with raised_as(ConfigError, "not a finished run", OSError, where=file):
+        content = file.read_bytes()
+    with raised_as(ConfigError, "result.json is damaged", ValueError, where=file):
+        result = json.loads(content)
+    if not isinstance(result, dict):
+        raise ConfigError("result.json is damaged: no table", where=str(file))
     return result
 
 

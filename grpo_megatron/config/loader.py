@@ -70,7 +70,7 @@ def read_resolved(
     with raised_as(
         ConfigError,
         "cannot read the run's configuration",
-        OSError,
+        (OSError, ValueError),
         where=where,
         remedy="give the directory of a run, for example runs/demo",
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_megatron
-from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.gates import parse_gate, read_result
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
@@ -62,12 +62,12 @@ class Records:
         write_atomically(self.directory.root / name, self.fingerprint(name))
 
     def result(self, name: str) -> dict[str, Any]:
-        """Return the values of `result.json`; empty before the stage's end."""
-        file = self.graph.run_dir(name).result
-        if not file.exists():
+        """Return the values of `result.json`; empty before the stage's end. ConfigError where it is
+        damaged."""
+        run_dir = self.graph.run_dir(name)
+        if not run_dir.result.exists():
             return {}
-        result: dict[str, Any] = json.loads(file.read_text())
-        return result
+        return read_result(run_dir.root)
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""

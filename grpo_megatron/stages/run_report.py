@@ -10,6 +10,7 @@ import torch
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of, needed_columns
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.gates import read_result
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import RunConfig
@@ -22,7 +23,7 @@ from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.moved_samples import moved_samples
 from grpo_megatron.stages.token_text import Decode, decoder, text_pieces
 from grpo_megatron.telemetry.events import read_events
-from grpo_megatron.telemetry.metrics import read_metrics
+from grpo_megatron.telemetry.metrics import metrics_so_far
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 
 CURVE_POINTS = 1000
@@ -34,32 +35,26 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
     """Collect everything that the page shows of a run, as JSON values; `notes` says what could not
     be computed."""
     config = read_resolved(run_dir.config).config
-    steps: list[dict[str, Any]] = []
-    if run_dir.metrics.exists():
-        steps = read_metrics(run_dir.metrics)
-    result = {}
-    if run_dir.result.exists():
-        result = json.loads(run_dir.result.read_text())
-    every = len(steps) // CURVE_POINTS + 1
     events = read_events(run_dir.events)
+    samples, notes = _shown_samples(run_dir)
     found: dict[str, Any] = {
         "name": run_dir.root.resolve().name,
         "config": config.model_dump(mode="json"),
-        "result": result,
+        "result": {},
         "events": [event["kind"] for event in events],
         "kernels": _newest_kernels(events),
-        "metrics": _curves(_thinned(steps, every)),
-        "every": every,
-        "samples": _shown_samples(run_dir),
+        "steps": [],
+        "samples": samples,
         "explorer": explorer_coverage(config.objective),
     }
     computed: dict[str, Callable[[], Any]] = {
+        "result": lambda: _result(run_dir),
+        "steps": lambda: metrics_so_far(run_dir.metrics),
         "recorded": lambda: _recorded_steps(config, run_dir),
         "memory": lambda: plan_of(config, worst_only=True).worst.parts,
         "ppo": lambda: asdict(comparison_of(config)),
         "moved": lambda: moved_samples(config, run_dir),
     }
-    notes = []
     for part, compute in computed.items():
         try:
             found[part] = compute()
@@ -67,7 +62,17 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
             reason = str(error).splitlines()[0]
             notes.append(f"{part}: {reason}")
     found["notes"] = notes
+    steps = found.pop("steps")
+    found["every"] = len(steps) // CURVE_POINTS + 1
+    found["metrics"] = _curves(_thinned(steps, found["every"]))
     return found
+
+
+def _result(run_dir: RunDir) -> dict[str, Any]:
+    """Return the values of `result.json`; {} before the run's end."""
+    if not run_dir.result.exists():
+        return {}
+    return read_result(run_dir.root)
 
 
 def _newest_kernels(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -100,14 +105,20 @@ def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return columns
 
 
-def _shown_samples(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Return the best and worst completions of the newest steps, as they were written."""
+def _shown_samples(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the best and worst completions of the newest steps, as they were written, and a note
+    for each file with lines that cannot be read."""
     newest = sorted(run_dir.samples.glob("step_*.jsonl"))[-NEWEST_STEPS:]
-    found = []
+    found: list[dict[str, Any]] = []
+    notes = []
     for file in newest:
-        for line in file.read_text().splitlines():
-            found.append(json.loads(line))
-    return found
+        try:
+            with file.open(encoding="utf-8") as lines:  # `splitlines` ends one at U+2028 too
+                for line in lines:
+                    found.append(json.loads(line))
+        except (OSError, ValueError) as error:
+            notes.append(f"samples: {file.name} cannot be read to its end: {error}")
+    return found, notes
 
 
 def _recorded_steps(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:

@@ -23,11 +23,15 @@ def append_event(path: Path, kind: str, /, *, time_s: float | None = None, **fie
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return every event in file order; lines torn by a crash are left out; [] without a file."""
+    """Return every event in file order; lines torn by a crash, and what is no event, are left out;
+    [] without a file."""
     if not path.exists():
         return []
     events = []
     for line in path.read_bytes().splitlines():
+        event = None
         with contextlib.suppress(ValueError):
-            events.append(json.loads(line))
+            event = json.loads(line)
+        if isinstance(event, dict) and "kind" in event:
+            events.append(event)
     return events

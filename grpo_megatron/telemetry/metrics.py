@@ -124,6 +124,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _complete(path.read_text(errors="replace"), path)]
 
 
+def metrics_so_far(path: Path) -> list[dict[str, Any]]:
+    """Read as `read_metrics`; [] where no step has been written yet. Raises DataError also where a
+    file has content, but not one step."""
+    if not path.is_file():
+        return []
+    steps = read_metrics(path)
+    if not steps and path.stat().st_size:
+        raise DataError(
+            f"nothing in {path.name} is a step's record", where=str(path), remedy="remove the file"
+        )
+    return steps
+
+
 def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield lines with their records; one that was being written when its process died is left
     out."""

@@ -125,3 +125,6 @@ def test_truncated_and_missing_files(tmp_path):
     path.write_text('{"format": 1, "con')
     with pytest.raises(ConfigError, match="damaged"):
         read_resolved(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_resolved(path)

@@ -23,6 +23,7 @@ from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.report import write_report
+from grpo_megatron.telemetry.samples import write_samples
 from tests.stages.browser import WHY_NOT, Browser
 from tests.stages.report_runs import RESULT, RESULT_TEXT, TURNS, samples_of, write_run
 from tests.stages.test_graph import GRAPH, finish
@@ -197,6 +198,50 @@ def test_what_is_lost_is_left_out(tmp_path, lost):
         assert {
             token[1] for step in run["recorded"] for s in step["samples"] for token in s["tokens"]
         } == {""}
+
+
+@pytest.mark.parametrize(
+    ("damaged", "content", "note"),
+    [
+        ("result.json", b'{"eval": {"all"', "result: result.json is damaged"),
+        ("result.json", b"[1]", "result: result.json is damaged: no table"),
+        ("metrics.jsonl", b"\xff no step", "steps: nothing in metrics.jsonl is a step's record"),
+        ("metrics.jsonl", b"a\nb\n", "steps: this line is no metrics record"),
+        ("samples/step_000001.jsonl", None, "samples: step_000001.jsonl cannot be read to its"),
+        ("samples/step_000001.jsonl", b"\xff\xfe", "samples: step_000001.jsonl cannot be read"),
+    ],
+)
+def test_what_is_damaged_is_a_note(tmp_path, damaged, content, note):
+    """None: the second half is lost."""
+    run_dir = write_run(tmp_path / "run", 2, stored=0, result=RESULT)
+    file = run_dir.root / damaged
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    run = data_of(write_report(str(run_dir.root)))["runs"][0]
+    [told] = run["notes"]
+    assert told.startswith(note)
+    assert bool(run["result"]) == (damaged != "result.json")
+    assert bool(run["metrics"]) == (damaged != "metrics.jsonl")
+    num_whole = len(samples_of(run_dir.samples / "step_000000.jsonl"))
+    assert len(run["samples"]) >= num_whole
+
+
+def test_completions_with_separators_of_lines_are_shown(tmp_path):
+    run_dir = write_run(tmp_path / "run", 1, stored=0)
+    [file] = run_dir.samples.glob("*.jsonl")
+    samples = [{**sample, "completion": "a\u2028b"} for sample in samples_of(file)]
+    write_samples(run_dir, 0, samples)
+    run = data_of(write_report(str(run_dir.root)))["runs"][0]
+    assert run["notes"] == [] and run["samples"][0]["completion"] == "a\u2028b"
+
+
+def test_a_damaged_result_of_a_stage_is_one_message(finished, capsys):
+    graph = load_graph(finished)
+    graph.run_dir("base").result.write_text('{"eval"')
+    for command in (["report"], ["stages", "status"]):
+        assert main([*command, str(finished)]) == 2
+        said = capsys.readouterr().err
+        assert "result.json is damaged" in said and "Traceback" not in said
 
 
 def test_the_last_token_of_a_character_shows_it(tmp_path, monkeypatch):

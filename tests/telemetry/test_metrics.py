@@ -142,7 +142,7 @@ def test_events_survive_a_torn_line(run_dir):
     assert read_events(run_dir.events) == []
     append_event(run_dir.events, "started", time_s=1.5, role="trainer-0", path=run_dir.root)
     with run_dir.events.open("ab") as file:
-        file.write(b'{"kind": "di')
+        file.write(b'12\n{"step": 3}\n{"kind": "di')
     append_event(run_dir.events, "died")
     first, second = read_events(run_dir.events)
     assert first == {
