@@ -12,8 +12,8 @@ has no clock but its own. What it follows is what `controller/rl_loop.py` and
 - rewards and recording follow the step's last answer; the trainer takes steps in their order;
 - with `publish.pause = "wait"` a publish waits for the step in flight, and none begins meanwhile.
 
-A token's version is that of the weights that engines have when it is sampled. In two cases
-the result has a closed form, which tests hold the simulation against (docs/staleness.md)."""
+A token's version is that of the weights that engines have when it is sampled. With equal lengths
+the result has closed forms, which tests hold the simulation against (docs/staleness.md)."""
 
 import heapq
 import math

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.plan.timing.staleness import (
@@ -93,6 +93,82 @@ def test_a_pause_in_mid_flight_makes_generation_longer():
     found = forecast(flow(1), replace(SECONDS, publish_s=2.0))
     assert found.generation_s == pytest.approx(12)
     assert found.step_s == pytest.approx(12 + 1 + 0.5)
+
+
+def test_two_steps_at_once_pause_for_every_publish():
+    found = forecast(flow(2), replace(SECONDS, publish_s=2.0))
+    assert found.step_s == pytest.approx(10 + 2)
+    assert found.mean == pytest.approx((1 + 0.5 + 4) / 10)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_weights_come_in_mid_flight_where_training_alone_is_faster(ahead):
+    """A checkpoint makes the trainer slower: after four of ten seconds tokens are younger."""
+    seconds = replace(SECONDS, publish_s=2.0, check_s=3.0, after_s=9.0)
+    found = forecast(flow(ahead), seconds, num_steps=100, window=20)
+    assert found.step_s == pytest.approx(4 + 2 + 3 + 9)
+    assert found.mean == pytest.approx(ahead - (1 - 4 / 10))
+
+
+def documented_form(
+    ahead: int, waits: bool, sampling_s: float, of: FlowSeconds
+) -> tuple[float, float] | None:
+    """Seconds of a step and mean staleness, by the table of docs/staleness.md; None: between its
+    rows."""
+    trains_s = of.train_s
+    scoring_s = of.reward_s + of.record_s
+    after_s = of.check_s + of.after_s
+    trainer_s = trains_s + of.publish_s + after_s
+    for trained_s in (trains_s, trains_s + of.after_s):
+        for answered_s in (sampling_s, sampling_s + scoring_s):
+            if abs(trained_s - answered_s) < 0.01:  # either may be first
+                return None
+    if ahead == 0:
+        return max(sampling_s + scoring_s, after_s) + trains_s + of.publish_s, 0.0
+    if waits:
+        step_s = sampling_s + scoring_s + of.publish_s + of.check_s
+        if trains_s > sampling_s + scoring_s:
+            return trainer_s, ahead
+        if ahead == 1:
+            return step_s + of.after_s, 1.0
+        if trains_s + of.after_s < sampling_s + scoring_s:
+            return step_s, 1.0
+        return None
+    engines_s = sampling_s + of.publish_s
+    if ahead == 1:
+        engines_s = sampling_s + scoring_s
+        if trains_s < sampling_s:
+            engines_s += of.publish_s
+    if trainer_s > 1.05 * engines_s:  # nearer, the chain takes long to fill
+        return trainer_s, ahead - max(1 - trains_s / sampling_s, 0.0)
+    if trainer_s >= engines_s:
+        return None
+    if ahead == 1:
+        return engines_s, min(trains_s / sampling_s, 1.0)
+    if scoring_s + trains_s <= sampling_s:
+        return engines_s, (scoring_s + trains_s) / sampling_s
+    return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    ahead=st.sampled_from([0, 1, 2, 5]),
+    waits=st.booleans(),
+    token_s=st.floats(0.02, 0.6),
+    reward_s=st.floats(0, 1),
+    record_s=st.floats(0, 1),
+    train_s=st.floats(0.2, 6),
+    publish_s=st.floats(0, 1.5),
+    check_s=st.floats(0, 1.5),
+    after_s=st.floats(0, 2),
+)
+def test_the_documented_forms_hold(ahead, waits, **durations):
+    waits = waits or ahead == 0
+    seconds = FlowSeconds(**durations)
+    expected = documented_form(ahead, waits, 10 * seconds.token_s, seconds)
+    assume(expected is not None)
+    found = forecast(flow(ahead, waits=waits), seconds, num_steps=110, window=20)
+    assert (found.step_s, found.mean) == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 def test_a_long_answer_keeps_its_slot():
