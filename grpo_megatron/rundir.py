@@ -48,6 +48,7 @@ class RunDir:
     reference = _Entry("reference")  # log-probs of preferences under the reference
     result = _Entry("result.json")  # accuracies, seconds, steps of a finished run
     export = _Entry("export")  # the final Hugging Face checkpoint
+    adapter = _Entry("adapter")  # beside the export, of a run with [lora]: PEFT's files
     lock = _Entry(".lock")  # held by the process that writes here
 
     def step_store(self, step: int) -> Path:

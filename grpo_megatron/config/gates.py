@@ -3,17 +3,21 @@
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError, raised_as
 
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _VALUE = re.compile(r"([\w.@-]+) *(>=|<=|>|<) *(-?\d*\.?\d+(?:e-?\d+)?)")
 _DROP = re.compile(r"no domain drops more than (\d*\.?\d+) against (.+)")
+_SAMPLED = ("pass_at_", "majority_at_")
+_SHARES = ("accuracy", "first_error", *_SAMPLED)
+"""How the names of values between 0 and 1 begin."""
 SYNTAX = (
     "write eval.DOMAIN.METRIC >= NUMBER (eval.all for all prompts; also seconds, "
     "steps, accelerator_hours), or: no domain drops more than 0.02 against RUN"
@@ -63,21 +67,72 @@ class Gate:
         return replace(self, against=against, text=f"{condition} against {against}")
 
 
-def parse_gate(text: str, domains: Sequence[str] = ()) -> Gate:
+def parse_gate(text: str, measured: Collection[str] | None = None) -> Gate:
     """Return the gate that `text` says (see SYNTAX). Raises ConfigError for other text and, with
-    `domains`, for a value that no run with these domains has in its `result.json`."""
+    `measured`, the dotted names in a run's `result.json`, for a gate that cannot be open: of
+    another name, or of a limit that no share has."""
     drop = _DROP.fullmatch(text.strip())
     if drop is not None:
-        return Gate(text, "", "<=", float(drop[1]), Path(drop[2]))
-    value = _VALUE.fullmatch(text.strip())
-    if value is None:
-        raise ConfigError(f"{text!r} is not a gate", remedy=SYNTAX)
-    known = ["seconds", "steps", "accelerator_hours"]
-    known += [f"eval.{domain}" for domain in (*domains, "all")]
-    name = ".".join(value[1].split(".")[:2])
-    if domains and name not in known:
-        raise ConfigError(f"no run measures {name!r}", remedy=did_you_mean(name, known))
-    return Gate(text, value[1], value[2], float(value[3]))
+        gate = Gate(text, "", "<=", float(drop[1]), Path(drop[2]))
+    else:
+        value = _VALUE.fullmatch(text.strip())
+        if value is None:
+            raise ConfigError(f"{text!r} is not a gate", remedy=SYNTAX)
+        gate = Gate(text, value[1], value[2], float(value[3]))
+    if measured is not None:
+        _refuse_unmeasured(gate, measured)
+        _refuse_beyond_shares(gate)
+    return gate
+
+
+def result_names(run: RunConfig) -> list[str]:
+    """Return the dotted names of what gates may ask of the run's `result.json`: those of the run
+    and, as its evaluator writes them (`controller/evaluation.py` and its neighbours), those of each
+    domain and of `all`."""
+    shares = ["accuracy"]
+    others = ["prompts"]
+    if not run.trains_preferences:
+        num_samples = run.evaluation.num_samples
+        sizes = {num_samples} | {2**power for power in range(num_samples.bit_length())}
+        for k in sorted(sizes - {0}):
+            shares += [f"{name}{k}" for name in _SAMPLED]
+    elif run.preferences.rows == "steps":
+        others += ["steps", "loss", "first_error"]
+    else:
+        others += ["loss"]
+        if run.preferences.is_paired:
+            others += ["margin"]
+    bounds = [f"{share}_{side}" for share in shares for side in ("low", "high")]
+    names = ["seconds", "steps", "accelerator_hours"]
+    for domain in run.domains:
+        names += [f"eval.{domain.name}.{name}" for name in (*shares, *bounds, *others)]
+    return [*names, *(f"eval.all.{name}" for name in (*shares, *others))]
+
+
+def _refuse_unmeasured(gate: Gate, measured: Collection[str]) -> None:
+    if gate.against is not None:
+        return
+    if gate.name in measured:
+        return
+    remedy = did_you_mean(gate.name, measured)
+    is_sampled = any(name in gate.name for name in _SAMPLED)
+    if is_sampled and not any(name in known for name in _SAMPLED for known in measured):
+        remedy = "set evaluation.num_samples to the samples of a prompt"
+    raise ConfigError(f"no run like this measures {gate.name!r}", remedy=remedy)
+
+
+def _refuse_beyond_shares(gate: Gate) -> None:
+    """ConfigError where an accuracy would have to lie outside of 0 to 1."""
+    metric = gate.name.rpartition(".")[2]
+    if gate.against is None and not metric.startswith(_SHARES):
+        return
+    is_beyond = not 0 <= gate.limit <= 1
+    is_never = (gate.compare, gate.limit) in ((">", 1), ("<", 0))
+    if is_beyond or is_never:
+        raise ConfigError(
+            f"{gate.text!r} asks for what no accuracy is: they lie between 0 and 1",
+            remedy="write a share, 0.6 for 60 %",
+        )
 
 
 def read_result(run: Path) -> dict[str, Any]:

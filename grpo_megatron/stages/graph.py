@@ -1,5 +1,6 @@
 """The stage graph: one TOML file that names recipes and what each takes from other stages, as
-docs/stages.md shows it. Rejection sampling gives a data set, every other stage a checkpoint."""
+docs/stages.md shows it. Rejection sampling gives a data set, every other stage that trains a
+checkpoint, and with [lora] adapters beside it."""
 
 import graphlib
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from grpo_megatron.plan.critic_model import why_not_a_critic
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 
+_MEASURED_BY_MERGES = ("seconds",)
+"""In the `result.json` of a merge or an export: nothing is evaluated."""
+_ADAPTERS_KEY = "lora.path"
 _OUTPUTS = {"rejection_sample": "a data set", "experience": "lessons", "eval": "only numbers"}
 """By kind of stage; every other one gives a checkpoint."""
 
@@ -156,10 +160,16 @@ class Graph:
 
     def input(self, key: str, parent: str) -> Path:
         """Absolute path of what a stage's key takes from another one: its output, or of an RL run
-        the directory with its recorded samples, for a domain."""
+        the directory with its recorded samples, for a domain; its adapters, for `lora.path`."""
         if _is_data(key) and self.kind(parent) == "rl":
             return self.run_dir(parent).root.absolute()
+        if key == _ADAPTERS_KEY:
+            return self.run_dir(parent).adapter.absolute()
         return self.output(parent)
+
+    def gives_adapters(self, name: str) -> bool:
+        """Whether a stage writes the adapters that it trains beside its checkpoint."""
+        return self.table.stages[name].recipe is not None and self._config(name).lora is not None
 
     def takes_samples(self, name: str, key: str) -> bool:
         """Whether `key` is the path of a domain that takes the samples of a run."""
@@ -285,8 +295,27 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
                 where=where,
                 remedy=did_you_mean(parent, known),
             )
+    for text in stage.gates:
+        _check_gate(graph, name, stage, text)
     if name == "records":
         raise ConfigError("a stage cannot be called 'records'", where=where, remedy="rename it")
+
+
+def _check_gate(graph: Graph, name: str, stage: Stage, text: str) -> None:
+    """ConfigError for a gate on an evaluation that no stage makes: merges and exports have none.
+    What the run of a recipe measures, its own rules know."""
+    gate = parse_gate(text)
+    silent = []
+    if stage.recipe is None and gate.name not in _MEASURED_BY_MERGES:
+        silent.append(name)
+    if gate.against is not None and graph.table.stages[str(gate.against)].recipe is None:
+        silent.append(str(gate.against))
+    if silent:
+        raise ConfigError(
+            f"gate {text!r} of stage {name} can never be open: nothing is evaluated in {silent[0]}",
+            where=graph.file.where(("stages", name)),
+            remedy='make a stage of it with a recipe and settings = ["kind=eval", "num_steps=0"]',
+        )
 
 
 def _check_critic(graph: Graph, name: str) -> None:
@@ -316,6 +345,10 @@ def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
             return
     if key == "experience.path":
         wants = "lessons"
+    if key == _ADAPTERS_KEY:
+        wants = "adapters"
+        if graph.gives_adapters(parent):
+            return
     if wants == gives:
         return
     remedy = "name another stage"
@@ -323,6 +356,8 @@ def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
         remedy = "a data set goes to domains.N.path"
     elif gives == "lessons":
         remedy = "lessons go to experience.path"
+    elif wants == "adapters":
+        remedy = "name a stage with [lora], or give its checkpoint to model.path"
     elif wants == "a data set" and kind == "rl":
         remedy = 'a domain with source = "run" takes the samples of an RL stage'
     raise ConfigError(

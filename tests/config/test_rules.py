@@ -296,6 +296,9 @@ BROKEN = [
     ("token_routing", ["kind=sft", "cold_start=null", "routing.replay=r3"]),
     ("token_routing", [*DISTIL, 'distillation={teachers=[{path="t"}]}', "routing.replay=r2"]),
     ("gate", ['gates=["eval.additoin.accuracy >= 0.5"]']),
+    ("gate", ['gates=["eval.addition.acuracy >= 0.5"]']),
+    ("gate", ['gates=["eval.all.pass_at_4 >= 0.5"]']),
+    ("gate", ['gates=["eval.addition.accuracy >= 1.6"]']),
     (
         "untaught_domain",
         [

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_megatron.controller.evaluation import _sampled, pass_at_k, wilson
+from grpo_megatron.config.gates import result_names
+from grpo_megatron.controller.evaluation import _sampled, over_domains, pass_at_k, wilson
 from grpo_megatron.controller.group_filter import GroupFilter
 from tests.controller.scored_groups import REWARD, group, recipe
 
@@ -34,6 +35,23 @@ def answered(texts, right, **domain) -> dict[str, float]:
     )
     scored = replace(scored, group=replace(scored.group, completions=completions))
     return _sampled(scored, GroupFilter(recipe(d=domain)))
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 5, 8])
+def test_gates_may_ask_for_what_is_measured(num_samples):
+    measured = {"d": {"prompts": 1.0, **_with_bounds({"accuracy": 1.0})}}
+    if num_samples:
+        right = [1] * num_samples
+        measured["d"] |= _with_bounds(answered(["7"] * num_samples, right))
+    measured["all"] = over_domains(measured, 1)
+    found = {f"eval.{name}.{metric}" for name, values in measured.items() for metric in values}
+    config = recipe(evaluation={"num_samples": num_samples})
+    assert set(result_names(config)) == found | {"seconds", "steps", "accelerator_hours"}
+
+
+def _with_bounds(values: dict[str, float]) -> dict[str, float]:
+    bounds = {f"{name}_{side}": 0.5 for name in values for side in ("low", "high")}
+    return values | bounds
 
 
 def test_majority_is_that_of_the_first_k():

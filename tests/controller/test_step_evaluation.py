@@ -7,10 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
+from grpo_megatron.config.gates import result_names
 from grpo_megatron.controller.step_evaluation import StepEvaluator
 from grpo_megatron.data.preferences import Preference, Preferences
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.types import Completion, Prompt, Turn
+from tests.controller.scored_groups import recipe
 
 LOGITS = {"a": [2.0, -1.0], "b": [3.0, 2.0, -1.0, 1.0, 1.0, 1.0]}
 LABELS = {"a": [1.0, 1.0], "b": [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]}
@@ -43,3 +45,6 @@ def test_all_is_over_steps():
     weighted = (2 * results["a"]["loss"] + 6 * results["b"]["loss"]) / 8
     assert results["all"]["loss"] == pytest.approx(weighted)
     assert "accuracy_low" not in results["all"]
+    config = recipe(("a", "b"), kind="reward_model", preferences={"loss": "stepwise"})
+    found = {f"eval.{name}.{metric}" for name, values in results.items() for metric in values}
+    assert found == {name for name in result_names(config) if name.startswith("eval.")}

@@ -129,7 +129,25 @@ def test_a_stage_gets_settings_inputs_and_gates(graph_file):
             ["stage one takes no dtype"],
         ),
         ("two = 0.5", "two = -0.5", ["stages.soup.merge.two", "greater than 0"]),
-        ("eval.plus", "eval.pluss", ["no run measures 'eval.pluss'", "eval.plus"]),
+        (
+            "eval.plus",
+            "eval.pluss",
+            ["measures 'eval.pluss.accuracy'", "did you mean 'eval.plus.accuracy'"],
+        ),
+        ("plus.accuracy", "plus.acuracy", ["'eval.plus.acuracy'", "'eval.plus.accuracy'"]),
+        ("accuracy >= 0.6", "accuracy >= 1.6", ["no accuracy is", "between 0 and 1"]),
+        (
+            'export = "soup"',
+            'export = "soup"\ngates = ["eval.all.accuracy >= 0.5"]',
+            ["of stage final can never be open", "nothing is evaluated in final"],
+        ),
+        (
+            'recipe = "stages/tiny-expert"\ninputs = { "model.path" = "base" }\n\n[stages.soup]',
+            'recipe = "stages/tiny-expert"\ninputs = { "model.path" = "base" }\n'
+            'gates = ["no domain drops more than 0.1 against early"]\n\n'
+            '[stages.early]\nexport = "base"\n\n[stages.soup]',
+            ["of stage two can never be open", "nothing is evaluated in early"],
+        ),
         (
             'export = "soup"\ndtype = "bfloat16"',
             'export = "data"\n[stages.data]\nrecipe = "stages/tiny-base"\n'
@@ -172,6 +190,38 @@ def test_a_critic_begins_with_the_reward_model_of_an_earlier_stage(tmp_path):
     with pytest.raises(ConfigError, match="of stage scorer is another: model_type") as told:
         load_graph(file)
     assert "critic.path of stage policy" in str(told.value)
+
+
+WITH_ADAPTERS = """
+name = "adapters"
+runs_dir = "{runs}"
+
+[stages.base]
+recipe = "{first}"
+
+[stages.again]
+recipe = "demo/lora-moe-cpu"
+inputs = {{ "lora.path" = "base" }}
+settings = ["cold_start=null"]
+"""
+
+
+def test_adapters_are_taken_from_beside_the_export(tmp_path):
+    file = tmp_path / "graph.toml"
+    file.write_text(WITH_ADAPTERS.format(runs=tmp_path / "runs", first="demo/lora-moe-cpu"))
+    graph = load_graph(file)
+    lora = graph.resolve("again").config.lora
+    adapter = graph.run_dir("base").export.absolute().with_name("adapter")
+    assert lora is not None and lora.path == adapter
+    assert graph.input("model.path", "base") == graph.output("base")
+    assert Records(graph).fingerprint("again")
+
+
+def test_a_stage_without_adapters_gives_none(tmp_path):
+    file = tmp_path / "graph.toml"
+    file.write_text(WITH_ADAPTERS.format(runs=tmp_path / "runs", first="stages/tiny-base"))
+    with pytest.raises(ConfigError, match="takes adapters; stage base"):
+        load_graph(file)
 
 
 def test_an_evaluation_has_no_checkpoint(graph_file):
@@ -481,18 +531,56 @@ def test_a_gate_on_what_is_not_there_is_closed(text):
     assert "math" in seen or "no number" in seen
 
 
+MEASURED = ["seconds", "eval.math.accuracy", "eval.math.prompts", "eval.all.accuracy"]
+
+
 @pytest.mark.parametrize(
     ("text", "near"),
     [
-        ("eval.maths.accuracy >= 0.5", "eval.math"),
+        ("eval.maths.accuracy >= 0.5", "eval.math.accuracy"),
+        ("eval.math.acuracy >= 0.5", "eval.math.accuracy"),
+        ("eval.math >= 0.5", "eval.math.prompts"),
+        ("eval.math.accuracy.mean >= 0.5", "eval.math.accuracy"),
+        ("eval.math.pass_at_4 >= 0.5", "evaluation.num_samples"),
         ("second <= 3", "seconds"),
-        ("evel.math.accuracy > 0", "eval.math"),
+        ("evel.math.accuracy > 0", "eval.math.accuracy"),
     ],
 )
 def test_a_gate_that_no_run_can_measure_is_refused(text, near):
-    with pytest.raises(ConfigError) as error:
-        parse_gate(text, ["math"])
+    with pytest.raises(ConfigError, match="no run like this measures") as error:
+        parse_gate(text, MEASURED)
     assert near in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "eval.math.accuracy >= 60",
+        "eval.all.accuracy >= 1.6",
+        "eval.all.accuracy > 1",
+        "eval.math.accuracy < 0",
+        "eval.math.accuracy <= -0.1",
+        "no domain drops more than 2 against a",
+    ],
+)
+def test_a_gate_on_what_no_accuracy_is_is_refused(text):
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        parse_gate(text, MEASURED)
+    parse_gate(text)  # of a run that began before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "eval.math.accuracy >= 1",
+        "eval.math.accuracy <= 0",
+        "eval.math.prompts >= 8",
+        "seconds <= 3600",
+        "no domain drops more than 1 against a",
+    ],
+)
+def test_gates_at_the_ends_are_gates(text):
+    assert parse_gate(text, MEASURED).text == text
 
 
 def test_a_drop_gate_needs_something_to_compare(tmp_path):

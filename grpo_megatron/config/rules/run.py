@@ -1,6 +1,6 @@
 """Rules between the tables of a run: model, data, batches, sampling, engines, publishing."""
 
-from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.gates import parse_gate, result_names
 from grpo_megatron.config.objective import OF_TURNS
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
@@ -480,8 +480,9 @@ def rates_decay_downwards(run: RunConfig) -> list[Violation]:
 
 @RUN_RULES.rule("gate")
 def gates_can_be_read(run: RunConfig) -> list[Violation]:
-    """Refuse gates that are no conditions, or of values that no run measures."""
-    names = [domain.name for domain in run.domains]
+    """Refuse gates that are no conditions, of values that the run does not measure, or of shares
+    beyond 0 to 1."""
+    names = result_names(run)
     found = []
     for text in run.gates:
         try:
