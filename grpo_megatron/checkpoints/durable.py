@@ -32,6 +32,8 @@ _NOT_COPIED = (
     ".lock",
 )
 """Ends of names of what is about the weights themselves, which are written anew."""
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Where transformers keeps the named templates of a tokenizer that has several."""
 
 
 def working_directory(final: Path) -> Path:
@@ -47,14 +49,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and template: everything beside the weights, byte for byte.
+    """Copy config, tokenizer and templates: everything beside the weights, byte for byte; of
+    folders only that of additional templates.
 
     Only a config.json that says the weights are quantised loses that: ours never are. Raises
     SetupError when the disk is full."""
-    for file in sorted(source.iterdir()):
+    for file in sorted([*source.iterdir(), *source.glob(_MORE_TEMPLATES)]):
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
+            copy = target / file.relative_to(source)
             with disk_errors(target):
-                shutil.copyfile(file, target / file.name)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     if config.pop("quantization_config", None) is not None:
         write_json(target / "config.json", config)

@@ -51,6 +51,8 @@ class HFReader:
         if index.exists():
             with explained("unreadable index", directory):
                 self.files = dict(json.loads(index.read_text())["weight_map"])
+                if not all(isinstance(file, str) for file in self.files.values()):
+                    raise TypeError("the name of a file is no text")
             shards = sorted(set(self.files.values()))
             missing = [shard for shard in shards if not (directory / shard).exists()]
             if missing:

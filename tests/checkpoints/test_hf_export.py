@@ -89,6 +89,9 @@ def source(tmp_path) -> Path:
         "chat_template.jinja",
     ):
         (directory / name).write_text(f"of the source: {name}")
+    for name in ("additional_chat_templates/rag.jinja", "original/consolidated.pth"):
+        (directory / name).parent.mkdir()
+        (directory / name).write_text(f"of the source: {name}")
     return directory
 
 
@@ -125,7 +128,9 @@ def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     assert len(files) == {1: 5, 2048: 3, 2049: 3, 1 << 30: 1}[shard_bytes]
     assert not (out / "pytorch_model.bin").exists()
-    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+    assert not (out / "original").exists()
+    templates = ("chat_template.jinja", "additional_chat_templates/rag.jinja")
+    for name in ("config.json", "tokenizer.json", *templates):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((out / "conversion.json").read_text())["tensors"] == {
         name: digest_tensor(tensor) for name, tensor in TENSORS.items()

@@ -84,6 +84,14 @@ def test_an_index_that_names_other_tensors_than_its_files_is_refused(tmp_path):
         HFReader(tmp_path)
 
 
+@pytest.mark.parametrize("file", [3, None, ["part-0.safetensors"]])
+def test_an_index_with_files_that_are_no_names_is_refused(tmp_path, file):
+    index = {"weight_map": {"a": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"unreadable index: .* no text"):
+        HFReader(tmp_path)
+
+
 def test_the_bytes_of_a_tensor_are_asked_for_beforehand(tmp_path, monkeypatch):
     tensors = {"a": torch.randn(3), "b": torch.randn(5, 2).bfloat16(), "c": torch.randn(1)}
     reader = HFReader(sharded(tmp_path, tensors))

@@ -134,7 +134,7 @@ def test_a_shard_without_what_the_index_says(refusal, broken):
     assert "model-00002-of-00002.safetensors" in refusal()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_a_broken_index(refusal, broken, text):
     (broken / "model.safetensors.index.json").write_text(text)
     assert "unreadable index" in refusal()
