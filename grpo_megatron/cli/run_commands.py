@@ -177,19 +177,25 @@ def status(
         typer.Argument(metavar="RUN", show_default=False, help="Default: all below runs/."),
     ] = None,
 ) -> None:
-    """How far runs are, and how their jobs are; of runs that are named, what each role does."""
+    """How far runs are, and how their jobs are; of runs that are named, what each role does.
+
+    The exit code is that of a named run's damaged configuration."""
     from grpo_megatron.launch.role_status import role_lines
     from grpo_megatron.launch.slurm import status_line
 
+    code = 0
     for path in runs or map(Path, runs_beside(Path("runs/any"))):
         check_run(path)
         try:
             typer.echo(status_line(path))
         except ConfigError as error:  # of one run, in its line
             typer.echo(f"{path}  {error.message}")
+            if runs:
+                code = error.exit_code
         if runs:
             for line in role_lines(RunDir(path)):
                 typer.echo(line)
+    raise typer.Exit(code)
 
 
 def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = False) -> None:

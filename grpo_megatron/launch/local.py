@@ -1,11 +1,13 @@
 """`train` and `resume`: take the run directory, then start and watch the run's roles."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 
 from grpo_megatron.checkpoints.retention import complete_steps
-from grpo_megatron.config.loader import ResolvedConfig, write_resolved
+from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
+from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.launch.bindings import (
     refuse_unbound_environments,
     refuse_unbound_objective,
@@ -19,6 +21,7 @@ from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
 from grpo_megatron.plan.resolve import refuse_cpu_engine, refuse_missing, resolve_run
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
 
 
 def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = False) -> int:
@@ -40,8 +43,10 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
 
 
 def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
-    """Continue a run from its newest complete checkpoint; returns the exit code."""
+    """Continue a run from its newest complete checkpoint; returns the exit code. ConfigError where
+    no run is, which then gets no lock either."""
     run_dir = RunDir(path)
+    read_resolved(run_dir.config)
     with run_lock(run_dir):
         resolved = resolve_run(run_dir.config, overrides)
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
@@ -65,5 +70,20 @@ def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:
     write_resolved(run_dir.config, resolved)
     if in_job:
         attempt = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
-        return Supervisor(SlurmSteps(resolved.config, run_dir.begin(attempt))).run()
-    return Supervisor(LocalProcesses(resolved.config, run_dir.begin())).run()
+        return _supervised(Supervisor(SlurmSteps(resolved.config, run_dir.begin(attempt))))
+    return _supervised(Supervisor(LocalProcesses(resolved.config, run_dir.begin())))
+
+
+def _supervised(supervisor: Supervisor) -> int:
+    """Run to the end; a failure is an event too, for `status`."""
+    try:
+        return supervisor.run()
+    except GrpoMegatronError as error:
+        with contextlib.suppress(OSError):  # a full disk may be what it failed of
+            append_event(
+                supervisor.run_dir.events,
+                "failed",
+                exit_code=error.exit_code,
+                reason=error.message,
+            )
+        raise

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from grpo_megatron import assets
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.suggest import nearest
-from grpo_megatron.errors import ConfigError, RunLockedError, SetupError, raised_as
+from grpo_megatron.errors import ConfigError, DataError, RunLockedError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
-from grpo_megatron.telemetry.metrics import read_metrics
+from grpo_megatron.telemetry.metrics import metrics_so_far
 
 _SETTINGS = (
     "PARTITION",
@@ -244,17 +244,29 @@ def state_of(job: str) -> dict[str, str]:
 
 
 def status_line(path: Path) -> str:
-    """Return one line about a run: its steps, its job, what happened last."""
+    """Return one line about a run: its steps, its job, what happened last, or why it failed; and
+    that its metrics are damaged, where they are."""
     run_dir = RunDir(path)
-    num_done = 0
-    if run_dir.metrics.exists():
-        num_done = len(read_metrics(run_dir.metrics))
     num_steps = read_resolved(run_dir.config).config.num_steps
-    last_event = "nothing yet"
-    for event in read_events(run_dir.events):
-        last_event = event["kind"]
+    note = ""
+    try:
+        num_done = str(len(metrics_so_far(run_dir.metrics)))
+    except DataError as error:
+        num_done = "?"
+        note = f"  {run_dir.metrics.name}: {error.message}"
     job = _job_words(job_of(run_dir))
-    return f"{path}  step {num_done}/{num_steps}  {job}  last event: {last_event}"
+    return f"{path}  step {num_done}/{num_steps}  {job}  {_last_event_words(run_dir)}{note}"
+
+
+def _last_event_words(run_dir: RunDir) -> str:
+    events = read_events(run_dir.events)
+    if not events:
+        return "last event: nothing yet"
+    last = events[-1]
+    if last["kind"] != "failed":
+        return f"last event: {last['kind']}"
+    reason = str(last.get("reason", "")).partition("\n")[0]
+    return f"failed (exit code {last.get('exit_code')}): {reason}"
 
 
 def _job_words(job: str | None) -> str:

@@ -54,6 +54,35 @@ def learning_rate_is_a_published_one(config: RunConfig) -> Violation | None:
     )
 
 
+@ADVICE.rule("warmup_length")
+def warmups_end(config: RunConfig) -> list[Violation]:
+    """Warn of learning rates that a run is too short to bring to their peak."""
+    if not config.trains or config.num_steps == 0:
+        return []
+    updates_per_step = config.batch.updates_per_step
+    num_updates = config.num_steps * updates_per_step
+    lengths = {"optimizer": (config.optimizer, num_updates)}
+    if config.critic is not None:
+        lengths["critic.optimizer"] = (config.critic.optimizer, num_updates)
+        of_critic_alone = config.critic.warmup_steps * updates_per_step
+        lengths["optimizer"] = (config.optimizer, num_updates - of_critic_alone)
+    found = []
+    for table, (optimizer, length) in lengths.items():
+        if length <= 0 or optimizer.warmup_steps <= length:
+            continue
+        highest = optimizer.rate(length - 1, length)
+        found.append(
+            Violation(
+                f"{table}.warmup_steps",
+                f"the run has {length} optimizer steps, so the learning rate never gets to "
+                f"{optimizer.lr:g}, but to {highest:.2g} in the last one",
+                nearest=(length // 10,),
+                related=("num_steps",),
+            )
+        )
+    return found
+
+
 @ADVICE.rule("vision_tower")
 def images_are_guessed_in_plans(config: RunConfig) -> Violation | None:
     """Warn of what a plan does not know of the images of a model that sees."""

@@ -16,11 +16,12 @@ import pytest
 from grpo_megatron import assets
 from grpo_megatron.cli.main import main
 from grpo_megatron.controller.recorder import drop_disconnected
-from grpo_megatron.errors import SetupError
+from grpo_megatron.errors import SetupError, TrainerError
 from grpo_megatron.launch.slurm import is_active
 from grpo_megatron.launch.steps import SlurmStep, SlurmSteps
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
 from tests.controller.scored_groups import recipe
 
 RECIPES = assets.names(assets.root() / "recipes")
@@ -573,6 +574,49 @@ def test_one_bad_run_does_not_hide_the_others(job_state, capsys):
     assert main(["status"]) == 0
     said = capsys.readouterr().out
     assert "job 7 PENDING" in said and "runs/bad  " in said and "converted" not in said
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe"])
+def test_a_named_run_that_is_damaged_is_an_error(job_state, capsys, content):
+    assert submit() == 0
+    Path("runs/demo/config.json").write_bytes(content)
+    assert main(["status", "runs/demo"]) == 2
+    assert "runs/demo  " in capsys.readouterr().out
+    assert main(["status"]) == 0
+    assert "runs/demo  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["no step", "no\nsteps\n"])
+def test_damaged_metrics_are_told_beside_the_job(job_state, capsys, content):
+    assert submit() == 0
+    Path("runs/demo/metrics.jsonl").write_text(content)
+    assert main(["status", "runs/demo"]) == 0
+    said = capsys.readouterr().out
+    assert "step ?/" in said and "job 7 PENDING" in said and "metrics.jsonl: " in said
+
+
+def test_a_run_that_failed_says_why(job_state, capsys, monkeypatch):
+    def fail(supervisor):
+        append_event(supervisor.run_dir.events, "kernels", kernels=[])
+        raise TrainerError("cold start reached 0.1, the target is 0.5\nmore", where="a log")
+
+    monkeypatch.setattr("grpo_megatron.launch.supervisor.Supervisor.run", fail)
+    assert main(["train", "demo/gspo-moe-cpu"]) == 6
+    capsys.readouterr()
+    assert main(["status", "runs/demo"]) == 0
+    said = capsys.readouterr().out
+    assert "failed (exit code 6): cold start reached 0.1, the target is 0.5\n" in said
+    append_event(RunDir(Path("runs/demo")).events, "started", role="trainer-0")
+    assert main(["status", "runs/demo"]) == 0
+    assert "last event: started" in capsys.readouterr().out
+
+
+def test_what_is_no_run_gets_no_lock(tmp_path, capsys):
+    """A checkpoint has a config.json too."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "damaged" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize(

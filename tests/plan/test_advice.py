@@ -36,6 +36,28 @@ def test_what_is_unusual(override, wanted):
     assert keys(RELEASED, override) == wanted
 
 
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["optimizer.warmup_steps=220"], []),
+        (["optimizer.warmup_steps=221"], ["optimizer.warmup_steps"]),
+        (["optimizer.warmup_steps=440", "batch.updates_per_rollout=2"], []),
+        (["optimizer.warmup_steps=441", "batch.epochs=2"], ["optimizer.warmup_steps"]),
+        (["optimizer.warmup_steps=221", "num_steps=0"], []),
+    ],
+)
+def test_warmups_end(overrides, wanted):
+    assert keys("demo/gspo-moe-cpu", "num_steps=220", *overrides) == wanted
+
+
+def test_the_policys_warmup_begins_after_that_of_its_critic():
+    run = ["num_steps=220", "critic.warmup_steps=20", "critic.optimizer.warmup_steps=220"]
+    assert keys("demo/ppo-moe-cpu", *run, "optimizer.warmup_steps=200") == []
+    longer = ["critic.optimizer.warmup_steps=221", "optimizer.warmup_steps=201"]
+    wanted = ["optimizer.warmup_steps", "critic.optimizer.warmup_steps"]
+    assert keys("demo/ppo-moe-cpu", *run, *longer) == wanted
+
+
 def test_tiny_models_learn_fast_and_supervision_has_rates_of_its_own():
     assert keys("demo/gspo-moe-cpu", "optimizer.lr=1e-2") == []
     assert keys("demo/gspo-moe-cpu", "optimizer.lr=1e-8") == ["optimizer.lr"]
