@@ -4,7 +4,7 @@
 
 Starts one server with a tiny random Qwen3-MoE, then alternates a raw asyncio client (posts the
 same token ids, sampling parameters and concurrency to the same endpoint, parses the JSON and keeps
-it) with `RolloutWorker.rollouts` writing a shard; each starts on a cold prefix cache. Prints the
+it) with `ChunkSampler.rollouts` writing a shard; each starts on a cold prefix cache. Prints the
 tokens/s of every run and the median of the pairwise ratios. `--in-process` adds, for information,
 vLLM's own speed without HTTP.
 """
@@ -29,10 +29,10 @@ import aiohttp
 
 from grpo_megatron.batching.store import write_shard
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.rollout.chunk_sampling import ChunkSampler
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.replica import serve_command
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.types import Prompt, RolloutGroup
 
@@ -95,7 +95,7 @@ async def compare(options, config, directory, port, is_alive) -> None:
     async with EngineClient(f"http://127.0.0.1:{port}", token=TOKEN) as client:
         await client.wait_ready(120, is_alive)
         await client.set_weight_version(0)
-        worker = RolloutWorker(config, ReplicaPool([client]))
+        worker = ChunkSampler(config, ReplicaPool([client]))
         ratios = []
         for pair in range(-1, options.pairs):  # one pair to warm up
             speeds = {}

@@ -39,12 +39,13 @@ from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.network import LOOPBACK, Endpoint, wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout import worker_service, workers
+from grpo_megatron.rollout import chunk_dispatch, worker_service
 from grpo_megatron.rollout.chunks import EngineAddress
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.generate import GenerateRequest
 from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rollout.worker_client import WorkerClient, WorkerPool
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Completion, Prompt, VersionSpan
@@ -102,10 +103,10 @@ def route_shapes_of(options: argparse.Namespace) -> RouteShape | None:
     if not options.no_routes:
         layers = tuple(range(options.layers))
         shape = RouteShape(layers, options.experts_per_token, options.num_experts)
-    for module in (worker_service, workers):
+    for module in (worker_service, chunk_dispatch):
         module.recorded_shape = lambda config: shape
     # as many prompts a shard as an unscaled step has
-    workers.SHARD_BYTES = workers.SHARD_BYTES // options.scale
+    chunk_dispatch.SHARD_BYTES = chunk_dispatch.SHARD_BYTES // options.scale
     return shape
 
 
@@ -248,7 +249,7 @@ async def control(options: argparse.Namespace, directory: Path, processes) -> No
             endpoint = await asyncio.to_thread(
                 wait_for_endpoint, directory / f"worker-{index}.json", 600
             )
-            client = workers.WorkerClient(f"worker-{index}", Endpoint(**vars_of(endpoint)))
+            client = WorkerClient(f"worker-{index}", Endpoint(**vars_of(endpoint)))
             found[index] = await stack.enter_async_context(client)
         clients = []
         for index in range(options.replicas):
@@ -257,8 +258,8 @@ async def control(options: argparse.Namespace, directory: Path, processes) -> No
         rewards = await stack.enter_async_context(
             RewardPool(config.domains, num_workers=options.rewards)
         )
-        rollouts = workers.RolloutWorkers(
-            config, ReplicaPool(clients), workers.WorkerPool(found), run_dir.rollouts
+        rollouts = chunk_dispatch.ChunkDispatcher(
+            config, ReplicaPool(clients), WorkerPool(found), run_dir.rollouts
         )
         steps = make_steps(config, run_dir, rollouts, rewards, prompt_length_of(options))
         before_bytes = peak_bytes()
@@ -291,7 +292,7 @@ def make_steps(
         config,
         sampler=sampler,
         exemplars=None,
-        workers=rollouts,
+        dispatcher=rollouts,
         spool=run_dir.rollouts,
         rewards=rewards,
         tokenizer=tokenizer,

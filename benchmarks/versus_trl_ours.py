@@ -28,10 +28,11 @@ from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.launch.processes import stop_all
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rollout.chunks import EngineAddress
 from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.worker_client import WorkerPool
 from grpo_megatron.rollout.worker_service import WorkerService
-from grpo_megatron.rollout.workers import RolloutWorkers, WorkerPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import make_mirrors
@@ -145,7 +146,7 @@ class OurSide:
             resources,
             evaluator=Evaluator(
                 self.config,
-                workers=resources.workers,
+                dispatcher=resources.dispatcher,
                 rewards=resources.rewards,
                 judges=resources.judges,
             ),
@@ -169,7 +170,7 @@ class OurSide:
             worker.lengths = self.lengths
             self._stack.push_async_callback(worker.close)
             workers[replica.index] = worker
-        resources.workers = RolloutWorkers(
+        resources.dispatcher = ChunkDispatcher(
             self.config, engines, WorkerPool(workers), self.run_dir.rollouts
         )
 

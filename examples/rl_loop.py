@@ -46,10 +46,10 @@ from grpo_megatron.network import own_address, wait_for_endpoint
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.chunk_sampling import ChunkSampler
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
@@ -79,7 +79,7 @@ async def train(resolved: ResolvedConfig) -> None:
         engine = await stack.enter_async_context(running_engine(config, run_dir))
         policy = trained_policy(config, model_path)
         objective = objective_of(config, state={})
-        rollout = RolloutWorker(
+        rollout = ChunkSampler(
             config,
             ReplicaPool([engine]),
             stop_token_ids=tokenizer.stop_token_ids,

@@ -2,7 +2,7 @@
 
     record        is                                     made by           defined in
     Prompt        a question in tokens                   load_splits       here
-    RolloutGroup  all completions of a prompt            RolloutWorker     here
+    RolloutGroup  all completions of a prompt            ChunkSampler      here
     ScoredGroup   a group with its rewards               RewardPool        here
     SampleTable   samples of a step, on disk             record_step       batching.store
     SampleBatch   samples of a step, for the objective   sample_batch      algorithms.batch

@@ -11,7 +11,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.workers import WorkerClient
+from grpo_megatron.rollout.worker_client import WorkerClient
 from grpo_megatron.rundir import RunDir
 
 _LOOK_S = 0.1

@@ -12,8 +12,8 @@ from grpo_megatron.config.run import CorrectionConfig, RunConfig
 from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rollout.segments import derive_seed
-from grpo_megatron.rollout.workers import RolloutWorkers
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup, StoredCompletion
 
 
@@ -26,14 +26,14 @@ class Correction:
         settings: CorrectionConfig,
         *,
         group_filter: GroupFilter,
-        workers: RolloutWorkers,
+        dispatcher: ChunkDispatcher,
         rewards: RewardPool,
         tokenizer: TextTokenizer,
     ):
         self._config = config
         self._settings = settings
         self._filter = group_filter
-        self._workers = workers
+        self._dispatcher = dispatcher
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._cue = tokenizer.encode(settings.cue, where="correction.cue")
@@ -51,7 +51,7 @@ class Correction:
         if not prompts:
             return list(groups)
 
-        found = await self._workers.rollouts(
+        found = await self._dispatcher.rollouts(
             step, list(prompts.values()), num_samples=1, max_tokens=self._settings.max_retry_tokens
         )
         answered = []

@@ -10,8 +10,8 @@ import numpy as np
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rollout.engine_control import EngineControl
-from grpo_megatron.rollout.workers import RolloutWorkers
 from grpo_megatron.types import Prompt, ScoredGroup
 
 Results = dict[str, dict[str, float]]
@@ -35,13 +35,13 @@ class Evaluator:
         self,
         config: RunConfig,
         *,
-        workers: RolloutWorkers,
+        dispatcher: ChunkDispatcher,
         rewards: RewardPool,
         judges: EngineControl,
     ):
         self._max_new_tokens = config.rollout.max_new_tokens
         self._filter = GroupFilter(config)
-        self._workers = workers
+        self._dispatcher = dispatcher
         self._rewards = rewards
         self._judges = judges
 
@@ -58,10 +58,10 @@ class Evaluator:
         if not prompts:
             return {"all": {"prompts": 0.0}}
         await self._judges.resume()
-        answers = await self._workers.greedy(prompts, self._max_new_tokens)
+        answers = await self._dispatcher.greedy(prompts, self._max_new_tokens)
         results = self._by_domain(await self._rewards.score(answers), _greedy)
         if num_samples:
-            groups = await self._workers.rollouts(0, prompts, num_samples=num_samples)
+            groups = await self._dispatcher.rollouts(0, prompts, num_samples=num_samples)
             sampled = self._by_domain(await self._rewards.score(groups), _sampled)
             for domain, values in sampled.items():
                 results[domain] |= values

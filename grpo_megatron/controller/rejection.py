@@ -18,7 +18,7 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rewards.functions import NOT_PROSE, check_scripts, language_consistency
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.workers import RolloutWorkers
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Prompt, ScoredGroup
 
@@ -30,7 +30,7 @@ async def sample_dataset(
     run_dir: RunDir,
     *,
     splits: Splits,
-    workers: RolloutWorkers,
+    dispatcher: ChunkDispatcher,
     rewards: RewardPool,
     tokenizer: TextTokenizer,
 ) -> dict[str, float]:
@@ -46,7 +46,7 @@ async def sample_dataset(
     lines = []
     num_kept = 0
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
-        groups = await workers.rollouts(
+        groups = await dispatcher.rollouts(
             0, prompts[start : start + _PROMPTS_AT_ONCE], num_samples=settings.num_samples
         )
         for group in await rewards.score(groups):

@@ -13,7 +13,7 @@ from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.errors import EngineError, GrpoMegatronError
 from grpo_megatron.rollout.members import read_members
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.workers import WorkerPool
+from grpo_megatron.rollout.worker_client import WorkerPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 

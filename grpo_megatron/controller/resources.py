@@ -26,12 +26,13 @@ from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.errors import EngineError, RewardError, raised_as
 from grpo_megatron.network import Endpoint, wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.engine_images import engine_images
 from grpo_megatron.rollout.members import read_members
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.workers import RolloutWorkers, WorkerClient, WorkerPool
+from grpo_megatron.rollout.worker_client import WorkerClient, WorkerPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 
@@ -44,7 +45,7 @@ class Resources:
     tokenizer: TextTokenizer
     splits: Splits
     trainer: TrainerLink
-    workers: RolloutWorkers
+    dispatcher: ChunkDispatcher
     rewards: RewardPool
     publisher: Publisher
     teachers: ServedTeachers
@@ -102,7 +103,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
             tokenizer=tokenizer,
             splits=splits,
             trainer=trainer,
-            workers=RolloutWorkers(config, engines, worker_pool, run_dir.rollouts),
+            dispatcher=ChunkDispatcher(config, engines, worker_pool, run_dir.rollouts),
             rewards=rewards,
             publisher=publisher,
             teachers=teachers,

@@ -37,8 +37,8 @@ from grpo_megatron.data.dataset_answers import DatasetAnswers
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rollout.engine_control import EngineControl
-from grpo_megatron.rollout.workers import RolloutWorkers
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.samples import extremes
@@ -265,7 +265,7 @@ class RolloutBatchBuilder:
         *,
         sampler: PromptSampler,
         exemplars: ExemplarStore | None,
-        workers: RolloutWorkers,
+        dispatcher: ChunkDispatcher,
         spool: Path,
         rewards: RewardPool,
         tokenizer: TextTokenizer,
@@ -277,8 +277,8 @@ class RolloutBatchBuilder:
         self._rewards = rewards
         self._phases = phases
         self._filter = GroupFilter(config)
-        self._workers = workers
-        self._answers: RolloutWorkers | DatasetRollouts = workers
+        self._dispatcher = dispatcher
+        self._answers: ChunkDispatcher | DatasetRollouts = dispatcher
         if config.uses_dataset:
             answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_new_tokens)
             self._answers = DatasetRollouts(answers, spool, recorded_shape(config))
@@ -288,7 +288,7 @@ class RolloutBatchBuilder:
                 config,
                 config.correction,
                 group_filter=self._filter,
-                workers=workers,
+                dispatcher=dispatcher,
                 rewards=rewards,
                 tokenizer=tokenizer,
             )
@@ -371,7 +371,7 @@ class RolloutBatchBuilder:
         about the draws of later steps."""
         if not self._open:  # what was counted so far is of evaluations
             self._rewards.take_metrics()
-            self._workers.take_metrics()
+            self._dispatcher.take_metrics()
         self._open[step] = opened
 
         def draw(count: int, exclude: Collection[str] | None) -> list[Prompt]:
@@ -449,8 +449,8 @@ class RolloutBatchBuilder:
         samples: Sequence[range],
     ) -> list[ScoredGroup]:
         """Sample answers to `sent_prompts` (`prompts`, maybe with exemplars before them), and score
-        them as answers to `prompts`. samples: as of `RolloutWorkers.rollouts`."""
-        rollouts = self._workers.rollouts(step, sent_prompts, samples=samples)
+        them as answers to `prompts`. samples: as of `ChunkDispatcher.rollouts`."""
+        rollouts = self._dispatcher.rollouts(step, sent_prompts, samples=samples)
         groups = await self._timed(step, rollouts)
         answers = []
         for group, prompt in zip(groups, prompts, strict=True):
@@ -494,7 +494,7 @@ class RolloutBatchBuilder:
         metrics |= by_domain(self._filter.metrics, seen)
         metrics |= self._sampler.metrics()
         metrics |= self._rewards.take_metrics()
-        metrics |= self._workers.take_metrics()
+        metrics |= self._dispatcher.take_metrics()
         metrics |= outcome_metrics(seen)
         if self._allocation is not None:
             metrics |= self._allocation.take_metrics()

@@ -97,7 +97,7 @@ class Run:
         """Of preferences, where they are trained and the loss has a reference."""
         self.evaluator: HeldOutEvaluator = Evaluator(
             config,
-            workers=resources.workers,
+            dispatcher=resources.dispatcher,
             rewards=resources.rewards,
             judges=resources.judges,
         )
@@ -267,7 +267,7 @@ class Run:
             self.config,
             self.run_dir,
             splits=self.resources.splits,
-            workers=self.resources.workers,
+            dispatcher=self.resources.dispatcher,
             rewards=self.resources.rewards,
             tokenizer=self.resources.tokenizer,
         )
@@ -296,13 +296,13 @@ class Run:
         """Take the steps; returns how many were taken, over all attempts."""
         resources = self.resources
         ask = writer_of(
-            self.config, settings, workers=resources.workers, tokenizer=resources.tokenizer
+            self.config, settings, dispatcher=resources.dispatcher, tokenizer=resources.tokenizer
         )
         learner = ExperienceLearner(
             self.config,
             self.run_dir,
             sampler=new_sampler(self.config, resources.splits),
-            workers=resources.workers,
+            dispatcher=resources.dispatcher,
             rewards=resources.rewards,
             teller=teller,
             writer=LessonWriter(settings, ask),
@@ -432,7 +432,7 @@ def _make_step_sampler(
         spool=run_dir.rollouts,
         sampler=sampler,
         exemplars=exemplars,
-        workers=resources.workers,
+        dispatcher=resources.dispatcher,
         rewards=resources.rewards,
         tokenizer=resources.tokenizer,
         phases=phases,

@@ -21,13 +21,13 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.errors import EngineError, GrpoMegatronError, describe_error
 from grpo_megatron.network import Endpoint, carries_token, own_address
+from grpo_megatron.rollout.chunk_sampling import ChunkSampler, PlaysEpisodes
 from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, EngineAddress, SampledChunk
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.engine_images import EngineImages, engine_images
 from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.rollout_worker import PlaysEpisodes, RolloutWorker
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Prompt
@@ -91,7 +91,7 @@ class WorkerService:
             on_death=on_death,
             home=chunk.home,
         )
-        worker = RolloutWorker(
+        sampler = ChunkSampler(
             self._config,
             engines,
             stop_token_ids=self._stop_token_ids,
@@ -106,10 +106,10 @@ class WorkerService:
             samples.append(range(asked.first, asked.end))
         shape = None
         if chunk.greedy:
-            groups = await worker.greedy(prompts, chunk.max_tokens)
+            groups = await sampler.greedy(prompts, chunk.max_tokens)
         else:
             shape = self._route_shape
-            groups = await worker.rollouts(
+            groups = await sampler.rollouts(
                 chunk.step, prompts, max_tokens=chunk.max_tokens, samples=samples
             )
         report = await asyncio.to_thread(spool_groups, Path(chunk.shard), groups, shape)

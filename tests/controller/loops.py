@@ -109,7 +109,7 @@ class Loop:
                 ),
                 splits=SimpleNamespace(train=self.prompts, validation=[], num_refused={}),
                 trainer=self,
-                workers=self,
+                dispatcher=self,
                 rewards=SimpleNamespace(score=self.score, take_metrics=dict),
                 publisher=self,
                 teachers=ServedTeachers(self.config),

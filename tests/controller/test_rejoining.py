@@ -17,7 +17,7 @@ from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.client import EngineUnreachable
 from grpo_megatron.rollout.members import write_members
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.workers import WorkerPool
+from grpo_megatron.rollout.worker_client import WorkerPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
 from tests.controller.scored_groups import recipe

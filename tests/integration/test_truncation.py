@@ -10,7 +10,7 @@ import pytest
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.chunk_sampling import ChunkSampler
 from grpo_megatron.trainer.requests import CompareLogprobs
 from tests.integration.conftest import TOLERANCE, publishing
 from tests.integration.test_publish import PROMPTS
@@ -36,7 +36,7 @@ def test_the_trainers_logprobs_are_the_engines(servers, checkpoints, world1, tmp
         ) as (publisher, trainer, clients):
             await publisher.publish(1)
             for settings in TRUNCATIONS:
-                worker = RolloutWorker(truncating(publisher.config, **settings), publisher.engines)
+                worker = ChunkSampler(truncating(publisher.config, **settings), publisher.engines)
                 rollouts, plain = await asyncio.gather(  # one wants no log-probs but the sampled
                     worker.rollouts(0, PROMPTS, num_samples=6),
                     clients[0].generate(PROMPTS[0].token_ids, n=4, max_tokens=40),

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.rollout.chunk_sampling import ChunkSampler
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.types import Prompt, VersionSpan
 from grpo_megatron.weights.publish_plan import checkpoint_order
 from grpo_megatron.weights.transfer import StreamSender
@@ -126,7 +126,7 @@ def test_a_publish_in_flight_is_told_token_by_token(servers, checkpoints, models
             trainer = Trainer(weights)
             publisher = await trainer.connect([client])
             publisher.pause_mode = mode
-            worker = RolloutWorker(config, ReplicaPool([client]))
+            worker = ChunkSampler(config, ReplicaPool([client]))
             prompts = [Prompt(name, "d", "", tuple(PROMPT), "") for name in ("p", "q")]
             running = asyncio.ensure_future(worker.rollouts(0, prompts, num_samples=36))
             await asyncio.sleep(0.5)
@@ -184,7 +184,7 @@ def test_segments_give_what_one_request_does(servers, checkpoints, models):
 
     def worker(client, segment_tokens):
         rollout = servers.moe.config.rollout.model_copy(update={"segment_tokens": segment_tokens})
-        return RolloutWorker(
+        return ChunkSampler(
             servers.moe.config.model_copy(update={"rollout": rollout}), ReplicaPool([client])
         )
 
@@ -326,7 +326,7 @@ def test_deterministic_mode_ignores_order_and_concurrency(servers, checkpoints):
         async with servers.moe.client() as client:
             if reset:
                 await client.reset_prefix_cache()
-            result = await RolloutWorker(config, ReplicaPool([client])).rollouts(3, order)
+            result = await ChunkSampler(config, ReplicaPool([client])).rollouts(3, order)
             return {g.prompt.prompt_id: g.completions for g in result}
 
     async def run():
@@ -441,7 +441,7 @@ def test_killed_server_ends_in_a_clear_error(checkpoints, servers, tmp_path):
         async with server.client() as client:
             pool = ReplicaPool([client], on_death=dead.append)
             config = make_long(server.config)
-            work = asyncio.ensure_future(RolloutWorker(config, pool).rollouts(0, prompts))
+            work = asyncio.ensure_future(ChunkSampler(config, pool).rollouts(0, prompts))
             await asyncio.sleep(0.5)
             assert not work.done()
             server.process.kill()

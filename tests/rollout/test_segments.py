@@ -15,7 +15,7 @@ from grpo_megatron.rollout.generate import GenerateRequest
 from grpo_megatron.rollout.segments import complete, merge
 from grpo_megatron.types import Completion, Prompt, SamplingMask, VersionSpan
 from tests.rollout.fake_engine import answer
-from tests.rollout.test_rollout_worker import PROMPTS, expected, run
+from tests.rollout.test_chunk_sampling import PROMPTS, expected, run
 
 PROMPT = (5, 6, 7)
 

@@ -10,7 +10,7 @@ from grpo_megatron.controller.experience.writer import AskModel
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError, RewardError
 from grpo_megatron.rewards.served import post
-from grpo_megatron.rollout.workers import RolloutWorkers
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.types import Prompt
 
 
@@ -18,14 +18,14 @@ def writer_of(
     config: RunConfig,
     settings: ExperienceConfig,
     *,
-    workers: RolloutWorkers,
+    dispatcher: ChunkDispatcher,
     tokenizer: TextTokenizer,
 ) -> AskModel:
     """Return what asks the model that `[experience]` names. DataError: it is the policy, whose
     tokenizer has no chat template."""
     if settings.writer_url is not None:
         return ServedWriter(settings, settings.writer_url)
-    return PolicyWriter(config, settings, workers=workers, tokenizer=tokenizer)
+    return PolicyWriter(config, settings, dispatcher=dispatcher, tokenizer=tokenizer)
 
 
 class ServedWriter:
@@ -71,7 +71,7 @@ class PolicyWriter:
         config: RunConfig,
         settings: ExperienceConfig,
         *,
-        workers: RolloutWorkers,
+        dispatcher: ChunkDispatcher,
         tokenizer: TextTokenizer,
     ):
         if tokenizer.chat_template is None:
@@ -84,7 +84,7 @@ class PolicyWriter:
         self._domain = config.domains[0]
         self._room = config.rollout.max_model_len - settings.writer_max_tokens
         self._settings = settings
-        self._workers = workers
+        self._dispatcher = dispatcher
         self._tokenizer = tokenizer
 
     async def __call__(self, texts: Sequence[str]) -> list[str | None]:
@@ -101,7 +101,7 @@ class PolicyWriter:
         replies: list[str | None] = [None] * len(texts)
         if not prompts:
             return replies
-        groups = await self._workers.rollouts(
+        groups = await self._dispatcher.rollouts(
             0, prompts, num_samples=1, max_tokens=self._settings.writer_max_tokens
         )
         for place, group in zip(places, groups, strict=True):

@@ -17,7 +17,7 @@ from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.workers import RolloutWorkers
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
@@ -96,7 +96,7 @@ class ExperienceLearner:
         run_dir: RunDir,
         *,
         sampler: PromptSampler,
-        workers: RolloutWorkers,
+        dispatcher: ChunkDispatcher,
         rewards: RewardPool,
         teller: PromptTeller,
         writer: LessonWriter,
@@ -107,7 +107,7 @@ class ExperienceLearner:
         self._config = config
         self._run_dir = run_dir
         self._sampler = sampler
-        self._workers = workers
+        self._dispatcher = dispatcher
         self._rewards = rewards
         self._teller = teller
         self._writer = writer
@@ -143,7 +143,7 @@ class ExperienceLearner:
         prompts = self._sampler.draw(self._config.batch.num_prompts)
         told = [self._teller.with_lessons(prompt) for prompt in prompts]
         with self._phases.measure("rollout"):
-            groups = await self._workers.rollouts(self.step, told)
+            groups = await self._dispatcher.rollouts(self.step, told)
         with self._phases.measure("reward"):
             scored = await self._rewards.score(groups)
         teaching = [group for group in scored if rewards_differ(group.rewards)]

@@ -90,7 +90,7 @@ class Engines:
 def test_the_policy_is_asked_in_its_chat_template_what_fits():
     config = recipe(d={}, rollout={"max_model_len": 40, "max_new_tokens": 20})
     settings = ExperienceConfig(writer_max_tokens=30)
-    ask = writer_of(config, settings, workers=Engines(), tokenizer=tokenizer_with_turns())
+    ask = writer_of(config, settings, dispatcher=Engines(), tokenizer=tokenizer_with_turns())
     assert isinstance(ask, PolicyWriter)
     texts = ["ab", "x" * 9, "no @", "x" * 8]
     assert asyncio.run(ask(texts)) == [">ba<", None, None, f">{'x' * 8}<"]
@@ -99,4 +99,4 @@ def test_the_policy_is_asked_in_its_chat_template_what_fits():
 
 def test_a_policy_without_chat_template_writes_no_lessons():
     with pytest.raises(DataError, match=r"no chat template[\s\S]*writer_url"):
-        writer_of(recipe(d={}), ExperienceConfig(), workers=Engines(), tokenizer=characters())
+        writer_of(recipe(d={}), ExperienceConfig(), dispatcher=Engines(), tokenizer=characters())

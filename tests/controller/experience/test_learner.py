@@ -135,7 +135,7 @@ class Learning:
             config,
             self.run_dir,
             sampler=PromptSampler(prompts, {"d": 1.0}, 0),
-            workers=self.policy,
+            dispatcher=self.policy,
             rewards=self.policy,
             teller=PromptTeller(config, settings, library=Library(8, 8), tokenizer=characters()),
             writer=LessonWriter(settings, self.ask),

@@ -16,14 +16,15 @@ from grpo_megatron.batching import spool
 from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.errors import EngineError, SetupError
 from grpo_megatron.network import Endpoint
+from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rollout.worker_client import WorkerClient, WorkerLost, WorkerPool
 from grpo_megatron.rollout.worker_service import WorkerService, serve
-from grpo_megatron.rollout.workers import RolloutWorkers, WorkerClient, WorkerLost, WorkerPool
 from grpo_megatron.types import Prompt
 from tests.rollout.engines import make_config
 from tests.rollout.fake_engine import fake_engines
-from tests.rollout.test_rollout_worker import PROMPTS, _server_error, expected
+from tests.rollout.test_chunk_sampling import PROMPTS, _server_error, expected
 
 
 def run(tmp_path, scenario, engines: int = 1, workers=None, **rollout):
@@ -52,7 +53,7 @@ def run(tmp_path, scenario, engines: int = 1, workers=None, **rollout):
             pool = ReplicaPool(clients, max_attempts=config.rollout.max_attempts)
             lost = []
             worker_pool = WorkerPool(found, on_death=lambda index, cause: lost.append(index))
-            rollouts = RolloutWorkers(config, pool, worker_pool, tmp_path / "rollouts")
+            rollouts = ChunkDispatcher(config, pool, worker_pool, tmp_path / "rollouts")
             rollouts.lost = lost
             try:
                 return await scenario(started, pool, rollouts)
@@ -239,7 +240,7 @@ def test_the_last_lost_worker_is_an_error(tmp_path):
 
 def test_a_worker_that_the_supervisor_found_dead_is_left(tmp_path, monkeypatch):
     """A node that goes away closes no connection."""
-    monkeypatch.setattr("grpo_megatron.rollout.workers._LOOK_S", 0.05)
+    monkeypatch.setattr("grpo_megatron.rollout.worker_client._LOOK_S", 0.05)
 
     async def main():
         async def swallow(reader, writer):

@@ -1,34 +1,24 @@
-"""Rollouts of one step over all workers: the controller's side.
+"""In the controller's process: prompts of a call go out in chunks, over all rollout workers.
 
 Chunks of prompts are drawn from one queue, so a slow replica takes fewer; groups come in the order
-of the prompts. A worker writes what was sampled; here are records of it."""
+of the prompts. A worker writes what was sampled; here are records of it. What a worker does with a
+chunk is in `chunk_sampling`."""
 
-import asyncio
-import contextlib
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
-
-import aiohttp
-import msgspec
+from typing import NamedTuple
 
 from grpo_megatron import progress
 from grpo_megatron.batching.spool import SpoolDirectory, StoredShard
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.errors import EngineError, raise_described
-from grpo_megatron.network import Endpoint
-from grpo_megatron.rollout.chunks import (
-    Chunk,
-    ChunkProblem,
-    ChunkPrompt,
-    EngineAddress,
-    SampledChunk,
-)
+from grpo_megatron.errors import EngineError
+from grpo_megatron.rollout.chunks import Chunk, ChunkProblem, ChunkPrompt, EngineAddress
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.prefix_cache import prefix_cache_metrics
 from grpo_megatron.rollout.segments import finish_or_cancel
+from grpo_megatron.rollout.worker_client import Worker, WorkerLost, WorkerPool
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.types import Prompt, RolloutGroup, StoredCompletion
 
@@ -38,143 +28,16 @@ SMALL_SHARD_BYTES = 1 << 20
 """Chunks are not made so small that a slow replica can take fewer, where shards are below this."""
 _CHUNKS_PER_REPLICA = 4  # where there are several replicas
 _TOKEN_BYTES = 8  # id and log-prob
-_CONNECT_S = 10.0
-_ANSWER = aiohttp.ClientTimeout(total=_CONNECT_S)
-_LOOK_S = 5.0
-_WAIT_S = 0.2
 
 StoredGroup = RolloutGroup[StoredCompletion]
-
-
-class WorkerLost(EngineError):
-    """A rollout worker has gone: another one may take its chunk."""
 
 
 class _NoEngine(Exception):
     """All engines that a chunk named have died, and others may be asked: it is asked again."""
 
 
-class Worker(Protocol):
-    """What samples chunks: a `WorkerClient`, or a `WorkerService` of this process."""
-
-    async def sample(self, chunk: Chunk) -> SampledChunk:
-        """See `WorkerService.sample`; WorkerLost where it has gone."""
-        ...
-
-
-class WorkerClient(contextlib.AbstractAsyncContextManager):
-    """A rollout worker in a process of its own; `is_alive` says what the supervisor knows of it.
-    Make and use it within one event loop, `close` it when done (or `async with`)."""
-
-    def __init__(self, name: str, endpoint: Endpoint, is_alive: Callable[[], bool] = lambda: True):
-        self.name = name
-        self._url = f"http://{endpoint.host}:{endpoint.port}/sample"
-        self._is_alive = is_alive
-        # a chunk takes as long as its completions do
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=limits,
-            headers={"Authorization": f"Bearer {endpoint.token}"},
-        )
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections; the worker stops what it was asked."""
-        await self._session.close()
-
-    async def sample(self, chunk: Chunk) -> SampledChunk:
-        """Have the worker sample a chunk. Raises what it reports; WorkerLost where it has gone."""
-        answering = asyncio.ensure_future(self._post(chunk))
-        try:
-            while not answering.done():
-                await asyncio.wait([answering], timeout=_LOOK_S)
-                if not answering.done() and not self._is_alive():
-                    raise WorkerLost(f"{self.name} ended", where=self._url)
-            return await answering
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-
-    async def answers(self) -> bool:
-        """Whether the worker is there."""
-        with contextlib.suppress(aiohttp.ClientError, OSError):
-            async with self._session.get(self._url, timeout=_ANSWER) as response:
-                return response.status < 500  # it has no such page, and says so
-        return False
-
-    async def _post(self, chunk: Chunk) -> SampledChunk:
-        try:
-            async with self._session.post(self._url, data=msgspec.json.encode(chunk)) as response:
-                body = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise WorkerLost(f"{self.name} has gone: {error}", where=self._url) from error
-        if response.status == 500:
-            raise_described(msgspec.json.decode(body), EngineError)
-        if response.status != 200:
-            raise EngineError(f"{self.name} answered with {response.status}", where=self._url)
-        return msgspec.json.decode(body, type=SampledChunk)
-
-
-class WorkerPool:
-    """Workers by the replica that each is beside. `on_death` is called once with a lost one;
-    `can_wait` says whether one that is not there may be started again."""
-
-    def __init__(
-        self,
-        workers: Mapping[int, Worker],
-        on_death: Callable[[int, EngineError], None] = lambda index, cause: None,
-        can_wait: Callable[[], bool] = lambda: False,
-    ):
-        self._can_wait = can_wait
-        self._workers = dict(workers)
-        self._on_death = on_death
-
-    def beside(self, replica: int) -> tuple[int, Worker]:
-        """Return the worker of a replica, by its number; another one where that has gone.
-
-        Raises EngineError: all have."""
-        if not self._workers:
-            raise EngineError(
-                "no rollout worker is alive",
-                remedy="look at the end of logs/latest/worker-*.log; the run can be resumed",
-            )
-        index = replica
-        if index not in self._workers:
-            alive = sorted(self._workers)
-            index = alive[replica % len(alive)]
-        return index, self._workers[index]
-
-    def has(self, index: int) -> bool:
-        """Whether a replica's own worker is there."""
-        return index in self._workers
-
-    async def wait_alive(self) -> None:
-        """Wait until there is a worker, if one may come."""
-        while not self._workers and self._can_wait():
-            progress.advance()  # the wait is for a start, which is watched itself
-            await asyncio.sleep(_WAIT_S)
-
-    def add(self, index: int, worker: Worker) -> None:
-        """Put a worker that was started again into the pool."""
-        self._workers[index] = worker
-
-    def remove(self, index: int) -> None:
-        """Take the worker of a replica that leaves the run out of the pool."""
-        self._workers.pop(index, None)
-
-    def lose(self, index: int, worker: Worker, cause: EngineError) -> None:
-        """Take a worker that has died out of the pool, and say so once; one that has taken its
-        place since stays."""
-        if self._workers.get(index) is worker:
-            del self._workers[index]
-            self._on_death(index, cause)
-
-
-class RolloutWorkers:
-    """Samples on the replicas of a run, by its workers, which write below `spool`."""
+class ChunkDispatcher:
+    """Has rollout workers sample on the replicas of a run, and write below `spool`."""
 
     def __init__(self, config: RunConfig, engines: ReplicaPool, workers: WorkerPool, spool: Path):
         self.config = config
@@ -196,7 +59,7 @@ class RolloutWorkers:
         """Sample G completions of every prompt, `num_samples` or the recipe's number, of at most
         `max_tokens` or the recipe's; groups are in prompt order.
 
-        samples: which samples of each prompt, see `RolloutWorker.rollouts`. Raises EngineError: no
+        samples: which samples of each prompt, see `ChunkSampler.rollouts`. Raises EngineError: no
         replica or no worker is alive, or a request failed for good; SetupError: a worker cannot
         write."""
         if samples is None:
@@ -239,9 +102,17 @@ class RolloutWorkers:
         if not prompts:
             return []
         directory = SpoolDirectory(self._spool / f"{next(self._numbers):06d}")
-        call = _Call(self, directory, step, prompts, samples, max_tokens, greedy=greedy)
-        await call.serve_all()
-        return call.groups()
+        call = _DispatchedCall(
+            self,
+            directory=directory,
+            step=step,
+            prompts=prompts,
+            samples=samples,
+            max_tokens=max_tokens,
+            greedy=greedy,
+        )
+        await call.dispatch_all()
+        return call.stored_groups()
 
 
 class _Part(NamedTuple):
@@ -251,18 +122,18 @@ class _Part(NamedTuple):
     end: int
 
 
-class _Call:
-    """The samples of one call, while workers take its chunks."""
+class _DispatchedCall:
+    """The prompts of one call, while workers are sent its chunks."""
 
     def __init__(
         self,
-        owner: RolloutWorkers,
+        owner: ChunkDispatcher,
+        *,
         directory: SpoolDirectory,
         step: int,
         prompts: Sequence[Prompt],
         samples: Sequence[range],
         max_tokens: int,
-        *,
         greedy: bool,
     ):
         self._config = owner.config
@@ -280,14 +151,14 @@ class _Call:
         self._shard_numbers = itertools.count()
         self._queue: deque[_Part] = deque()
 
-    def groups(self) -> list[StoredGroup]:
-        """Return the groups in the order of the prompts; all chunks were served."""
+    def stored_groups(self) -> list[StoredGroup]:
+        """Return the groups in the order of the prompts; all chunks were sampled."""
         found = [group for group in self._found if group is not None]
         assert len(found) == len(self._prompts)
         return found
 
-    async def serve_all(self) -> None:
-        """Have workers take the chunks until all are served. Raises what `rollouts` does."""
+    async def dispatch_all(self) -> None:
+        """Send the workers chunks until all are sampled. Raises what `rollouts` does."""
         await self._engines.wait_alive()
         size = self._prompts_per_chunk()
         for first in range(0, len(self._prompts), size):
@@ -297,11 +168,11 @@ class _Call:
             await self._engines.wait_alive()
             taking = self._engines.taking
             share = -(-len(self._queue) // len(taking))
-            takers = []
+            senders = []
             for replica in taking:
                 for _ in range(min(width, share)):
-                    takers.append(self._take(replica))
-            await finish_or_cancel(takers)
+                    senders.append(self._send_chunks(replica))
+            await finish_or_cancel(senders)
 
     def _prompts_per_chunk(self) -> int:
         token_bytes = _TOKEN_BYTES
@@ -327,8 +198,9 @@ class _Call:
             return at_once
         return -(-max(at_once, rollout.max_num_seqs) // self._largest_group)
 
-    async def _take(self, replica: Replica) -> None:
-        """Serve chunks one after the other, until there are none or the replica died."""
+    async def _send_chunks(self, replica: Replica) -> None:
+        """Send a replica's worker one chunk after the other, until there are none or the replica
+        died."""
         while self._queue and self._is_taking(replica):
             await self._workers.wait_alive()
             if not self._queue:
@@ -337,7 +209,7 @@ class _Call:
             index, worker = self._workers.beside(replica.index)
             replica.in_flight += 1
             try:
-                await self._serve(part, replica, worker)
+                await self._send(part, replica, worker)
             except WorkerLost as error:
                 self._queue.appendleft(part)
                 self._workers.lose(index, worker, error)
@@ -355,7 +227,7 @@ class _Call:
             return False
         return not self._engines.alive and not self._engines.can_wait
 
-    async def _serve(self, part: _Part, replica: Replica, worker: Worker) -> None:
+    async def _send(self, part: _Part, replica: Replica, worker: Worker) -> None:
         """Have a worker sample prompts, and keep their records."""
         prompts = self._prompts[part.first : part.end]
         samples = self._samples[part.first : part.end]
@@ -389,13 +261,13 @@ class _Call:
                 problem = ChunkProblem(prompt.question, prompt.answer, dict(prompt.metadata))
             asked.append(
                 ChunkPrompt(
-                    prompt.prompt_id,
-                    prompt.domain,
-                    prompt.token_ids,
-                    of_prompt.start,
-                    of_prompt.stop,
-                    problem,
-                    prompt.images,
+                    prompt_id=prompt.prompt_id,
+                    domain=prompt.domain,
+                    token_ids=prompt.token_ids,
+                    first=of_prompt.start,
+                    end=of_prompt.stop,
+                    problem=problem,
+                    images=prompt.images,
                 )
             )
         addresses: list[EngineAddress | None] = [None] * (self._engines.replicas[-1].index + 1)

@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 
 from grpo_megatron.errors import EngineError
+from grpo_megatron.rollout.chunk_sampling import ChunkSampler
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.types import Prompt
 from tests.rollout.engines import make_config
 from tests.rollout.fake_engine import answer, fake_engines
@@ -30,7 +30,7 @@ def run(scenario, engines: int = 1, **rollout):
             config = make_config(max_new_tokens=4, **rollout)
             pool = ReplicaPool(clients, max_attempts=config.rollout.max_attempts)
             try:
-                return await scenario(started, pool, RolloutWorker(config, pool))
+                return await scenario(started, pool, ChunkSampler(config, pool))
             finally:
                 for client in clients:
                     await client.close()

@@ -1,7 +1,8 @@
-"""Rollouts on engines, in the memory of this process.
+"""In a rollout worker's process: the prompts of a chunk are sampled on engines, into its memory.
 
-Replicas draw from one queue, so a slow one takes fewer; results are in order of the prompts. In a
-run, `rollout.worker_service` does this for a part of a step's prompts and writes the results."""
+Replicas draw requests from one queue, so a slow one takes fewer; results are in order of the
+prompts. `worker_service` receives the chunks and writes the results down; `chunk_dispatch` sends
+them."""
 
 import asyncio
 from collections import deque
@@ -39,10 +40,11 @@ class _Request(NamedTuple):
     seed: int | None
 
 
-class RolloutWorker:
-    """Samples on a pool of replicas. `decode`, token ids to text, is for `Completion.text`;
-    `episodes`, by domain, for prompts that an environment replies to; `images` for prompts that
-    have some."""
+class ChunkSampler:
+    """Has the engines of a pool sample prompts, and holds the answers in memory.
+
+    `decode`, token ids to text, is for `Completion.text`; `episodes`, by domain, for prompts that
+    an environment replies to; `images` for prompts that have some."""
 
     def __init__(
         self,
@@ -122,9 +124,16 @@ class RolloutWorker:
         **sampling: Any,
     ) -> list[RolloutGroup[Completion]]:
         sampling |= {"stop_token_ids": self._stop_token_ids, "may_abort": True}
-        batch = _Batch(self, step, prompts, group_sizes, max_tokens, sampling)
-        await batch.serve_all(requests)
-        return batch.groups()
+        call = _SampledCall(
+            self,
+            step=step,
+            prompts=prompts,
+            group_sizes=group_sizes,
+            max_tokens=max_tokens,
+            sampling=sampling,
+        )
+        await call.answer_all(requests)
+        return call.groups()
 
     def images_of(self, prompt: Prompt) -> tuple[EngineImage, ...]:
         """Return what engines need of a prompt's images. Raises DataError where one cannot be
@@ -139,21 +148,22 @@ class RolloutWorker:
         return self._decode(completion.token_ids.tolist())
 
 
-class _Batch:
-    """The samples of one call, while replicas take its requests."""
+class _SampledCall:
+    """The samples of one call, while replicas answer its requests."""
 
     def __init__(
         self,
-        worker: RolloutWorker,
+        sampler: ChunkSampler,
+        *,
         step: int,
         prompts: Sequence[Prompt],
         group_sizes: Sequence[int],
         max_tokens: int,
         sampling: Mapping[str, Any],
     ):
-        self._worker = worker
-        self._config = worker.config
-        self._pool = worker.pool
+        self._sampler = sampler
+        self._config = sampler.config
+        self._pool = sampler.pool
         self._step = step
         self._prompts = prompts
         self._max_tokens = max_tokens
@@ -165,15 +175,15 @@ class _Batch:
         self._queue: deque[_Request] = deque()
 
     def groups(self) -> list[RolloutGroup[Completion]]:
-        """Return the groups, in the order of the prompts; all requests were served."""
+        """Return the groups, in the order of the prompts; all requests were answered."""
         found = []
         for number, prompt in enumerate(self._prompts):
             samples = tuple(self._samples[number])
             found.append(RolloutGroup(prompt, samples, self._served_by[number]))
         return found
 
-    async def serve_all(self, requests: Sequence[_Request]) -> None:
-        """Have the live replicas take the requests, until all are served.
+    async def answer_all(self, requests: Sequence[_Request]) -> None:
+        """Have the live replicas answer the requests, until there are none.
 
         Raises EngineError: no replica is alive, or a request failed for good."""
         self._queue.extend(requests)
@@ -181,28 +191,28 @@ class _Batch:
         if all(request.n == 1 for request in requests):
             # An engine runs `max_num_seqs` sequences: as many requests of one sample keep it busy.
             width = max(width, self._config.rollout.max_num_seqs)
-        takers_of_replica = width
-        if any(prompt.domain in self._worker.episodes for prompt in self._prompts):
-            takers_of_replica = max(width, _EPISODES_AT_ONCE)
+        askers_of_replica = width
+        if any(prompt.domain in self._sampler.episodes for prompt in self._prompts):
+            askers_of_replica = max(width, _EPISODES_AT_ONCE)
         while self._queue:
             self._pool.pick()  # raises when none is alive
             serving = self._pool.serving
             self._asking = asyncio.Semaphore(width * len(serving))
             share = -(-len(self._queue) // len(serving))
-            takers = []
+            askers = []
             for replica in serving:
-                for _ in range(min(takers_of_replica, share)):
-                    takers.append(self._take(replica))
-            await finish_or_cancel(takers)
+                for _ in range(min(askers_of_replica, share)):
+                    askers.append(self._answer_requests(replica))
+            await finish_or_cancel(askers)
 
-    async def _take(self, replica: Replica) -> None:
-        """Serve requests one after the other, until there are none or the replica died."""
+    async def _answer_requests(self, replica: Replica) -> None:
+        """Have a replica answer one request after the other, until there are none or it died."""
         while self._queue and (replica.is_alive or not self._pool.alive):
-            await self._serve(self._queue.popleft(), replica)
+            await self._answer(self._queue.popleft(), replica)
 
-    async def _serve(self, request: _Request, replica: Replica) -> None:
+    async def _answer(self, request: _Request, replica: Replica) -> None:
         prompt = self._prompts[request.prompt]
-        images = await asyncio.to_thread(self._worker.images_of, prompt)
+        images = await asyncio.to_thread(self._sampler.images_of, prompt)
         servers = [replica]
 
         async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
@@ -217,7 +227,7 @@ class _Batch:
             servers.append(server)  # it has the keys and values of these tokens
             return completions
 
-        if prompt.domain in self._worker.episodes:
+        if prompt.domain in self._sampler.episodes:
             found = [await self._play(ask, prompt, request.seed)]
         else:
             found = await self._complete(ask, prompt, request)
@@ -238,7 +248,7 @@ class _Batch:
         )
         found = []
         for completion in completions:
-            found.append(replace(completion, text=self._worker.text_of(completion)))
+            found.append(replace(completion, text=self._sampler.text_of(completion)))
         return found
 
     async def _play(self, ask: Ask, prompt: Prompt, seed: int | None) -> Completion:
@@ -246,7 +256,7 @@ class _Batch:
             self._config.seed, self._step, prompt.prompt_id, "environment"
         )
         budget = self._config.max_new_tokens_of(prompt.domain)
-        return await self._worker.episodes[prompt.domain].play(
+        return await self._sampler.episodes[prompt.domain].play(
             ask, prompt, EpisodeSeeds(environment_seed, seed), min(self._max_tokens, budget)
         )
 
