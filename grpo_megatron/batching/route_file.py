@@ -187,20 +187,34 @@ class RouteFile:
         self._place(columns)
 
     def _place(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Where each sample's prompt and completion routes begin, in bytes."""
-        group = np.asarray(columns["group"])
-        prompt = np.asarray(columns.get("route_prompt", np.zeros(len(group), np.int32)))
-        self._num_prompt = np.diff(columns["prompt_offsets"])[group]
-        self._num_completion = np.maximum(np.diff(columns["completion_offsets"]) - 1, 0)
-        of_prompt = np.asarray(self.shape.num_bytes(np.diff(columns["prompt_offsets"])))
-        of_sample = np.asarray(self.shape.num_bytes(self._num_completion))
-        parts = np.zeros(len(of_prompt), np.int64)
-        np.maximum.at(parts, group, prompt + 1)
-        prompts = np.cumsum(parts * of_prompt)[group]  # up to those of the sample's own group
-        samples = np.cumsum(of_sample) - of_sample  # of earlier ones
-        first = samples[np.searchsorted(group, group)]  # of earlier groups
-        self._prompt_start = prompts + first + (prompt - parts[group]) * of_prompt[group]
-        self._sample_start = prompts + samples
+        """Find where each sample's prompt and completion routes begin, in bytes: the file has one
+        group after the other, of each its prompt parts and then its completions.
+
+        Arrays are int64; [Q] is by group, [N] by sample, and samples are in the order of groups."""
+        group = np.asarray(columns["group"])  # [N]
+        prompt_part = np.asarray(columns.get("route_prompt", np.zeros(len(group), np.int32)))  # [N]
+        prompt_lengths = np.diff(columns["prompt_offsets"])  # [Q]
+        num_groups = len(prompt_lengths)
+        self._num_prompt = prompt_lengths[group]  # [N]
+        self._num_completion = np.maximum(np.diff(columns["completion_offsets"]) - 1, 0)  # [N]
+
+        part_bytes = np.asarray(self.shape.num_bytes(prompt_lengths))  # [Q], of one prompt part
+        num_parts = np.zeros(num_groups, np.int64)  # [Q]
+        np.maximum.at(num_parts, group, prompt_part + 1)
+        parts_bytes = num_parts * part_bytes  # [Q]
+
+        completion_bytes = np.asarray(self.shape.num_bytes(self._num_completion))  # [N]
+        bytes_before = np.concatenate([[0], np.cumsum(completion_bytes)])  # [N+1], completions only
+        first_sample = np.searchsorted(group, np.arange(num_groups + 1))  # [Q+1]
+        bytes_before_group = bytes_before[first_sample]  # [Q+1], completions only
+        completions_bytes = np.diff(bytes_before_group)  # [Q]
+
+        group_bytes = parts_bytes + completions_bytes  # [Q]
+        group_start = np.cumsum(group_bytes) - group_bytes  # [Q]
+        completions_start = group_start + parts_bytes  # [Q]
+        bytes_within_group = bytes_before[:-1] - bytes_before_group[group]  # [N]
+        self._prompt_start = group_start[group] + prompt_part * part_bytes[group]  # [N]
+        self._sample_start = completions_start[group] + bytes_within_group  # [N]
 
     def read(self, sample: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return routes of a sample in some `layers`, which are positions in `shape.layers`.

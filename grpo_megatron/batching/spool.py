@@ -150,11 +150,13 @@ class StoredShard:
     ) -> list[RolloutGroup[StoredCompletion]]:
         """Return the completions as groups of these prompts, sizes and engines, in the order in
         which they were written."""
-        left = iter(self.completions())
+        completions = self.completions()
         groups = []
+        first = 0
         for prompt, size, replica in zip(prompts, sizes, replicas, strict=True):
-            completions = tuple(next(left) for _ in range(size))
-            groups.append(RolloutGroup(prompt, completions, replica))
+            of_prompt = tuple(completions[first : first + size])
+            groups.append(RolloutGroup(prompt, of_prompt, replica))
+            first += size
         return groups
 
 
