@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -20,10 +20,10 @@ from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.errors import RewardError
 from grpo_megatron.file_part import FilePart
 from grpo_megatron.network import Endpoint
+from grpo_megatron.rewards.calls import Call, CallOutcome
 from grpo_megatron.rewards.places import HostedPlace, HostLost, LocalPlace, Place
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import BoundReward, bind
-from grpo_megatron.rewards.reward_worker import Call, CallOutcome
 from grpo_megatron.types import (
     Completion,
     Prompt,
@@ -213,18 +213,32 @@ class RewardPool:
         `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip.
         RewardError where a function failed on every sample, or keeps killing its process."""
         calls: list[Call] = []
+        bounds = []
         for group in groups:
+            first = len(calls)
             calls += self._calls(group)
+            bounds.append((first, len(calls)))
+        outcomes = await self._outcomes(calls)
+        self._refuse_broken(calls, outcomes)
+        scored = []
+        for group, (first, end) in zip(groups, bounds, strict=True):
+            scored.append(self._scored(group, outcomes[first:end]))
+        return scored
+
+    async def _outcomes(self, calls: Sequence[Call]) -> list[CallOutcome]:
+        """Have processes run the calls; return their outcomes in the same order."""
         outcomes = [CallOutcome()] * len(calls)
         try:
             async with asyncio.TaskGroup() as tasks:
+
+                def begin(chunk: Sequence[int]) -> None:
+                    tasks.create_task(self._run(calls, chunk, outcomes, begin))
+
                 for chunk in self._chunks(calls):
-                    tasks.create_task(self._run(tasks, calls, chunk, outcomes))
+                    begin(chunk)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        self._refuse_broken(calls, outcomes)
-        left = iter(outcomes)
-        return [self._scored(group, left) for group in groups]
+        return outcomes
 
     def _chunks(self, calls: Sequence[Call]) -> Iterator[list[int]]:
         """Yield the indices of calls that a process gets at a time: plain functions, then
@@ -245,8 +259,8 @@ class RewardPool:
     def _refuse_broken(self, calls: Sequence[Call], outcomes: Sequence[CallOutcome]) -> None:
         """Raise RewardError for a component that failed on every sample, see `Component.check`."""
         failures: dict[int, list[str]] = {}
-        for (index, *_), outcome in zip(calls, outcomes, strict=True):
-            failures.setdefault(index, []).append(outcome.failure)
+        for call, outcome in zip(calls, outcomes, strict=True):
+            failures.setdefault(call.component, []).append(outcome.failure)
         for index, of_component in sorted(failures.items()):
             self.components[index].check(of_component)
 
@@ -272,7 +286,7 @@ class RewardPool:
         for completion in group.completions:
             for index in self._of_domain[prompt.domain]:
                 context = self._context(index, prompt, completion)
-                calls.append((index, _text_of(completion), prompt.answer, context))
+                calls.append(Call(index, _text_of(completion), prompt.answer, context))
         return calls
 
     def _context(self, index: int, prompt: Prompt, completion: AnyCompletion) -> dict[str, Any]:
@@ -292,17 +306,19 @@ class RewardPool:
         return found
 
     def _is_async(self, call: Call) -> bool:
-        return self.components[call[0]].reward.is_async
+        return self.components[call.component].reward.is_async
 
     async def _run(
         self,
-        tasks: asyncio.TaskGroup,
         calls: Sequence[Call],
         chunk: Sequence[int],
         outcomes: list[CallOutcome],
+        begin: Callable[[Sequence[int]], None],
     ) -> None:
-        """Fill in the outcomes of `chunk`. Among plain calls the first without an outcome has ended
-        the process; coroutines run together, and each without an outcome runs again, alone."""
+        """Fill in the outcomes of `chunk`, which are indices in `calls`; what gets none is handed
+        to `begin`, which has it run as a chunk of its own. Among plain calls the first without an
+        outcome has ended the process; coroutines run together, and each without an outcome runs
+        again, alone."""
         is_async = self._is_async(calls[chunk[0]])
         limit_s = self._timeout_s
         if is_async:
@@ -312,22 +328,25 @@ class RewardPool:
             found, failure = await worker.run([calls[index] for index in chunk], limit_s)
         except HostLost as error:
             self._leave(worker, error)
-            tasks.create_task(self._run(tasks, calls, chunk, outcomes))
+            begin(chunk)
             return
         finally:
             self._idle.put_nowait(worker)  # a lost one too: who waits for it must see that
-        if failure and (len(chunk) == 1 or not is_async):
-            found[len(found)] = CallOutcome(failure)
+        is_culprit_known = not is_async or len(chunk) == 1
+        if failure and is_culprit_known:
+            first_without = len(found)  # plain calls are answered in their order
+            found[first_without] = CallOutcome(failure)
         progress.advance()
-        for place, outcome in found.items():
-            outcomes[chunk[place]] = outcome
-            self.components[calls[chunk[place]][0]].count(outcome)
+        for place, outcome in found.items():  # in the order in which they came
+            index = chunk[place]
+            outcomes[index] = outcome
+            self.components[calls[index].component].count(outcome)
         left = [index for place, index in enumerate(chunk) if place not in found]
         if is_async:
             for index in left:
-                tasks.create_task(self._run(tasks, calls, [index], outcomes))
+                begin([index])
         elif left:
-            tasks.create_task(self._run(tasks, calls, left, outcomes))
+            begin(left)
 
     async def _next_idle(self) -> RewardProcess:
         """Wait for a process whose host is there. HostLost where the hosts of all have gone."""
@@ -345,9 +364,9 @@ class RewardPool:
             self._lost[worker] = error
             logger.warning("%s", error)
 
-    def _scored(self, group: AnyGroup, outcomes: Iterator[CallOutcome]) -> ScoredGroup:
-        """Return the group with its rewards; takes its outcomes from the front of `outcomes`. An
-        episode whose last turn is spoilt cannot be scored, whatever its text is."""
+    def _scored(self, group: AnyGroup, outcomes: Sequence[CallOutcome]) -> ScoredGroup:
+        """Return the group with its rewards. `outcomes` are those of its calls, in the order of
+        `_calls`. An episode whose last turn is spoilt cannot be scored, whatever its text is."""
         domain = group.prompt.domain
         components = [self.components[index] for index in self._of_domain[domain]]
         table = np.empty((len(group.completions), len(components)), np.float64)
@@ -356,8 +375,9 @@ class RewardPool:
             of_sample = []
             turns = group.completions[sample].turns
             is_spoilt = len(turns) > 0 and turns[-1].spoilt
+            first = sample * len(components)
             for column, component in enumerate(components):
-                outcome = next(outcomes)
+                outcome = outcomes[first + column]
                 table[sample, column] = outcome.value
                 if is_spoilt:
                     table[sample, column] = np.nan

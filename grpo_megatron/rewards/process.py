@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.calls import Call, CallOutcome
 from grpo_megatron.rewards.places import Place
-from grpo_megatron.rewards.reward_worker import Call, CallOutcome
 
 _STARTUP_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 2.0

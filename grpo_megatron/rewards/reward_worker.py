@@ -5,7 +5,6 @@ with a line: plain ones in order, coroutines as they end. It ends with the input
 
 import asyncio
 import json
-import math
 import operator
 import pickle
 import signal
@@ -15,24 +14,13 @@ import traceback
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.file_part import FilePart
 from grpo_megatron.orphans import die_with_parent
+from grpo_megatron.rewards.calls import Call, CallOutcome
 from grpo_megatron.rewards.registry import bind, to_float
-
-Call = tuple[int, str | FilePart, str, Mapping[str, Any]]
-"""Index of the function, completion, answer, context. What lies in a file is read here."""
-
-
-class CallOutcome(NamedTuple):
-    """How one call ended; sent to the parent as a JSON list."""
-
-    failure: str = ""  # "raised", "timed_out" or "died"; the parent writes the last
-    value: float = math.nan
-    steps: Sequence[tuple[int, float]] = ()  # step rewards: (end in the text, reward) each
-    trace: str = ""  # of what it raised
 
 
 def main() -> None:
@@ -58,8 +46,8 @@ def main() -> None:
             tell(None)
             bound = []
             for call in calls:
-                bound.append(partial(rewards[call[0]], *_read(call)))
-            if rewards[calls[0][0]].is_async:
+                bound.append(partial(rewards[call.component], *_read(call)))
+            if rewards[calls[0].component].is_async:
                 loop.run(_await_all(bound, tell, **limits))
             else:
                 for index, scored in enumerate(bound):
@@ -68,13 +56,14 @@ def main() -> None:
 
 def _read(call: Call) -> tuple[str, str, Mapping[str, Any]]:
     """Return the arguments of a call, with what lies in files."""
-    _, completion, answer, context = call
+    completion = call.completion
     if isinstance(completion, FilePart):
         completion = completion.text()
+    context = call.context
     token_ids = context.get("token_ids")
     if isinstance(token_ids, FilePart):
         context = {**context, "token_ids": tuple(array("i", token_ids.read()))}
-    return completion, answer, context
+    return completion, call.answer, context
 
 
 async def _await_all(
