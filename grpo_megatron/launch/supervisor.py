@@ -48,6 +48,7 @@ class Supervisor:
         self.screen = make_screen(self.config.name, self.config.num_steps)
         self.interrupts = 0
         self.remedy = f"grpo-megatron resume {self.run_dir.root}"
+        self._is_ending = False  # since the controller failed: nothing is started again
         self._buffer = b""
         self._reported_dead: set[str] = set()
         self._restarts = Restarts(self.config.engine_restarts)
@@ -166,8 +167,7 @@ class Supervisor:
     def _controller_error(self) -> errors.GrpoMegatronError:
         """Return what to raise for a controller that failed while no trainer rank did; raises what
         else it was only the first to notice."""
-        self._restarts.most = 0  # the run ends
-        self._environment_restarts.most = 0
+        self._is_ending = True
         self._check_replicas()
         self._check_workers()
         self._check_reward_hosts()
@@ -336,7 +336,7 @@ class Supervisor:
 
     def _is_started_again(self, child: ChildProcess) -> bool:
         """Whether a process that died is started again, as often as its limit allows."""
-        if child in self.reward_hosts:
+        if self._is_ending or child in self.reward_hosts:
             return False
         is_of_engine = child in self.replicas or child in self.workers
         return not (is_of_engine and self._engines.is_leaving(_number_of(child)))
@@ -538,7 +538,7 @@ class Supervisor:
         child = self._child_of[role]
         settings = self.config.watch
         if child in self.trainers or child is self.controller:
-            if not 0 < settings.kill_after_s <= seconds:
+            if not _is_over(seconds, settings.kill_after_s):
                 return
             can_begin_again = self._training_restarts.are_left(_TRAINING) and not self.interrupts
             if child is self.controller or not can_begin_again:
@@ -548,9 +548,8 @@ class Supervisor:
         # a worker that is only slow waits for engines, which have time-outs of their own
         serves = child in (*self.replicas, *self._all_environments())
         waits = self.watcher.cause_of(role) == "stuck" and not serves
-        if waits or not 0 < settings.replace_after_s <= seconds:
-            return
-        self._end_named(role, seconds)
+        if not waits and _is_over(seconds, settings.replace_after_s):
+            self._end_named(role, seconds)
 
     def _end_named(self, role: str, seconds: float) -> None:
         """End a role that hangs; then it counts as dead."""
@@ -591,8 +590,12 @@ class Supervisor:
 
     def _show(self, message: dict) -> None:
         match message:
-            case {"kind": "phase" | "step" | "message" as kind, **fields}:
-                getattr(self.screen, kind)(**fields)
+            case {"kind": "phase", "name": name}:
+                self.screen.phase(name)
+            case {"kind": "step", "metrics": metrics, **rest}:
+                self.screen.step(metrics, rest.get("samples", ()))
+            case {"kind": "message", "text": text}:
+                self.screen.message(text)
             case {"kind": "failure" | "result" as kind, "text": text}:
                 self._words[kind] = text
             case {"kind": "left", "engine": int(index)}:
@@ -604,6 +607,13 @@ class Supervisor:
             self.screen.message("stopping after this step with a checkpoint; again to stop now")
             if self.controller.alive:
                 self.controller.write_line("stop")
+
+
+def _is_over(seconds: float, limit_s: float) -> bool:
+    """Whether a time limit is over; a limit of 0 is none."""
+    if limit_s == 0:
+        return False
+    return seconds >= limit_s
 
 
 def _number_of(child: ChildProcess) -> int:
