@@ -59,6 +59,9 @@ _ABORT = 1
 
 LoadParts = Callable[[list[tuple[TensorEntry, dict[Box, torch.Tensor]]]], object]
 """Takes the tensors of a bucket: for each the boxes that this worker keeps of it."""
+PlacedNumbers = tuple[Part, Box, torch.Tensor]
+"""A piece that has arrived: the part of a tensor that it belongs to, which box of that tensor it
+fills, and its numbers, in the shape of the box."""
 
 
 class StreamGroup:
@@ -397,32 +400,53 @@ class StreamReceiver:
 
     def _receive(self, publish: int, load: LoadParts) -> None:
         self._passing_on.clear()
-        arriving = deque(self._begin(number) for number in range(_AHEAD))
-        for number, bucket in enumerate(self._buckets):
-            pieces: list[tuple[Part, Box, torch.Tensor]] = []
-            transmissions = arriving.popleft()
-            for message in bucket.messages:
-                expected = [publish, number, message.num_bytes]
-                if self._decoder is None:
-                    data = self._arrived(message, transmissions.popleft(), expected)
-                    self._pass_on(data)
-                else:
-                    data = self._decoded(self._decoder, message, expected)
-                pieces += self._take(message, data, expected)
-            self._wait_until_passed_on(len(self._senders) * _AHEAD * self._parts_of_message)
-            arriving.append(self._begin(number + _AHEAD))
-            load(_assembled(bucket, pieces))
+        if self._decoder is None:
+            self._receive_plain(publish, load)
+        else:
+            self._receive_delta(self._decoder, publish, load)
         self._wait_until_passed_on(0)
 
+    def _receive_plain(self, publish: int, load: LoadParts) -> None:
+        """Receive messages as they are; those of the next buckets are under way meanwhile."""
+        arriving: deque[list[Transmission]] = deque()
+        for bucket in self._buckets[:_AHEAD]:
+            arriving.append(self._begin(bucket))
+        for number, bucket in enumerate(self._buckets):
+            pieces: list[PlacedNumbers] = []
+            for message, transmission in zip(bucket.messages, arriving.popleft(), strict=True):
+                expected = [publish, number, message.num_bytes]
+                data = self._arrived(message, transmission, expected)
+                self._pass_on(data)
+                pieces += self._take(message, data, expected)
+            self._wait_until_passed_on(_AHEAD * len(self._senders))
+            if number + _AHEAD < len(self._buckets):
+                arriving.append(self._begin(self._buckets[number + _AHEAD]))
+            load(_assembled(bucket, pieces))
+
+    def _receive_delta(self, decoder: Decoder, publish: int, load: LoadParts) -> None:
+        """Receive an envelope for each message and what it announces, and make the message of both.
+
+        Nothing is under way before its envelope has come: only that says how much is received."""
+        for number, bucket in enumerate(self._buckets):
+            pieces: list[PlacedNumbers] = []
+            for message in bucket.messages:
+                expected = [publish, number, message.num_bytes]
+                data = self._decoded(decoder, message, expected)
+                pieces += self._take(message, data, expected)
+            num_transmissions = 2 * len(self._senders)  # envelopes and payloads of a bucket
+            self._wait_until_passed_on(_AHEAD * num_transmissions)
+            load(_assembled(bucket, pieces))
+
     def _wait_until_passed_on(self, left: int) -> None:
-        """Wait until at most `left` messages are on their way to the next worker."""
+        """Wait until at most `left` transmissions are on their way to the next worker."""
         while len(self._passing_on) > left:
             self._passing_on.popleft().wait()
 
     def _take(
         self, message: Message, data: torch.Tensor, expected: list[int]
-    ) -> list[tuple[Part, Box, torch.Tensor]]:
-        """Look at a message. expected: publish, bucket, bytes."""
+    ) -> list[PlacedNumbers]:
+        """Check a message, note its digests and return its pieces. expected: publish, bucket,
+        bytes."""
         self._check_header(message, expected, data)
         key = message_key(self.number, expected[1], message.sender)
         self.digests[key] = message_digest(message, data)
@@ -436,13 +460,6 @@ class StreamReceiver:
             if not equal:
                 self.changed.append(part.tensor.name)
         return taken
-
-    @property
-    def _parts_of_message(self) -> int:
-        """Transmissions that a message takes."""
-        if self._decoder is None:
-            return 1
-        return 2
 
     def _pass_on(self, data: torch.Tensor) -> None:
         """Begin to send what has arrived to the next worker, if there is one."""
@@ -496,17 +513,12 @@ class StreamReceiver:
                 raise
             return transmission.data
 
-    def _begin(self, number: int) -> deque[Transmission]:
-        """Begin to receive all messages of a bucket, if there is one of that number.
-
-        None where envelopes come before them: only they say what is to be received."""
-        begun: deque[Transmission] = deque()
-        if self._decoder is not None:
-            return begun
-        for bucket in self._buckets[number : number + 1]:
-            for message in bucket.messages:
-                room = self._room(message.num_bytes)
-                begun.append(self._group.receive(room, self._source(message)))
+    def _begin(self, bucket: Bucket) -> list[Transmission]:
+        """Begin to receive all messages of a bucket, in their order."""
+        begun = []
+        for message in bucket.messages:
+            room = self._room(message.num_bytes)
+            begun.append(self._group.receive(room, self._source(message)))
         return begun
 
     def _check_header(self, message: Message, expected: list[int], data: torch.Tensor) -> None:
@@ -532,7 +544,7 @@ def message_digest(message: Message, data: torch.Tensor) -> str:
 
 
 def _assembled(
-    bucket: Bucket, pieces: Sequence[tuple[Part, Box, torch.Tensor]]
+    bucket: Bucket, pieces: Sequence[PlacedNumbers]
 ) -> list[tuple[TensorEntry, dict[Box, torch.Tensor]]]:
     """Put the parts of a bucket together; what came in one piece is not copied."""
     of_part: dict[tuple[str, Box], torch.Tensor] = {}
