@@ -1,7 +1,7 @@
 """Every weight of a rank, in Megatron's order, as closed forms (`closed_forms.toml`)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_megatron import assets
@@ -130,49 +130,94 @@ def product(form: str, known: Mapping[str, Any]) -> int:
     """`"2 width hidden"` in numbers; 0 with what a model does not have."""
     result = 1
     for factor in form.split():
-        result *= int(factor) if factor.isdigit() else known.get(factor) or 0
+        result *= _factor(factor, known)
     return result
+
+
+def _factor(word: str, known: Mapping[str, Any]) -> int:
+    """Return a factor of a form: a number as it stands, or a size by its name."""
+    if word.isdigit():
+        return int(word)
+    size: int | None = known.get(word)
+    if size is None:
+        return 0
+    return size
 
 
 def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
     """Return the parameters of one model chunk of a rank of pipeline stage `stage`, in order."""
-    trained = s.lora is None
-
-    def of(part: str, kind: str = "") -> list[Weight]:
-        return _weights_of_part(s, part, kind)
-
-    pp = s.trainer.pipeline_parallel_size
-    tied = s.hf["tie_word_embeddings"] and not s.has_reward_head
-    is_first = stage == chunk == 0
-    is_last = (stage, chunk) == (pp - 1, s.num_chunks - 1)
-    table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"], is_trained=trained)
-    if tied and pp > 1:
-        table = replace(table, kind="shared")
-    num_experts = s.symbols["experts"] // s.trainer.expert_parallel_size
-    experts = of("expert", "expert") * num_experts
-    if s.lora is not None and s.lora.experts == "shared":
-        for adapter in adapters_of_part(s, "expert"):
-            experts += adapter.weights("")
-    moe = [*of("router", "router"), *experts, *of("shared")]
-    mlp = of("mlp")
-    attention_with_norms = [*of("norm"), *of(s.attention), *of("norm")]
-    weights = []
+    last_stage = s.trainer.pipeline_parallel_size - 1
+    last_chunk = s.num_chunks - 1
+    is_first = stage == 0 and chunk == 0
+    is_last = stage == last_stage and chunk == last_chunk
+    attention = _attention_weights(s)
+    moe = _moe_weights(s)
+    mlp = _weights_of_part(s, "mlp")
+    weights: list[Weight] = []
     if is_first:
-        weights.append(table)
-    for is_moe in s.layers_of(stage, chunk):
-        weights += attention_with_norms
-        weights += moe if is_moe else mlp
+        weights.append(_vocabulary_table(s))
+    for has_experts in s.layers_of(stage, chunk):
+        weights += attention
+        if has_experts:
+            weights += moe
+        else:
+            weights += mlp
     if is_last:
-        weights += of("norm")
-        if s.has_reward_head:
-            weights.append(Weight(s.symbols["hidden"]))  # not split: every TP rank has it
-        elif not (is_first and tied):
-            weights.append(table)
+        weights += _weights_of_part(s, "norm")
+        weights += _output_weights(s, has_embedding=is_first)
     if is_first:
         weights += _weights_of_tower(s)
     if is_last and s.has_value_head:
         weights.append(Weight(s.symbols["hidden"]))
     return weights
+
+
+def _attention_weights(s: Sizes) -> list[Weight]:
+    """The attention of a layer, and the norms before and after it."""
+    norm = _weights_of_part(s, "norm")
+    return [*norm, *_weights_of_part(s, s.attention), *norm]
+
+
+def _moe_weights(s: Sizes) -> list[Weight]:
+    """The router, this rank's experts and the shared expert of a layer with experts."""
+    num_experts = s.symbols["experts"] // s.trainer.expert_parallel_size
+    weights = _weights_of_part(s, "router", "router")
+    expert = _weights_of_part(s, "expert", "expert")
+    for _ in range(num_experts):
+        weights += expert
+    if _experts_share_adapters(s):
+        for adapter in adapters_of_part(s, "expert"):
+            weights += adapter.weights("")
+    return weights + _weights_of_part(s, "shared")
+
+
+def _experts_share_adapters(s: Sizes) -> bool:
+    """Whether all experts of a layer have the same adapters."""
+    return s.lora is not None and s.lora.experts == "shared"
+
+
+def _is_tied(s: Sizes) -> bool:
+    """Whether the embedding is the output layer as well."""
+    return s.hf["tie_word_embeddings"] and not s.has_reward_head
+
+
+def _vocabulary_table(s: Sizes) -> Weight:
+    """The embedding, or an output layer of its own."""
+    kind = ""
+    if _is_tied(s) and s.trainer.pipeline_parallel_size > 1:
+        kind = "shared"
+    num_elements = s.symbols["vocabulary"] * s.symbols["hidden"]
+    return Weight(num_elements, kind, is_trained=s.lora is None)
+
+
+def _output_weights(s: Sizes, *, has_embedding: bool) -> list[Weight]:
+    """What makes logits, or a reward, of the last hidden states; nothing where that is the
+    embedding and the chunk has it."""
+    if s.has_reward_head:
+        return [Weight(s.symbols["hidden"])]  # not split: every TP rank has it
+    if has_embedding and _is_tied(s):
+        return []
+    return [_vocabulary_table(s)]
 
 
 def _weights_of_tower(s: Sizes) -> list[Weight]:
@@ -268,11 +313,11 @@ def _split_of(layer: str) -> Literal["rows", "columns", "none"]:
     return "rows"
 
 
-def _weights_of_part(s: Sizes, part: str, kind: str) -> list[Weight]:
+def _weights_of_part(s: Sizes, part: str, kind: str = "") -> list[Weight]:
     """Return the weights of a layer's part, and the adapters beside them."""
     adapters = adapters_of_part(s, part)
-    if part == "expert" and s.lora is not None and s.lora.experts == "shared":
-        adapters = []
+    if part == "expert" and _experts_share_adapters(s):
+        adapters = []  # they come after those of all experts
     weights = []
     for number, form in enumerate(FORMS["weights"][part], start=1):
         numel = product(form, s.symbols)
