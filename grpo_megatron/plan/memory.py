@@ -1,8 +1,8 @@
 """A recipe's plan: memory of every stage's fullest rank, and what a step moves and writes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.passes import has_reference
@@ -22,9 +22,13 @@ from grpo_megatron.plan.rank_bytes import (
     static_bytes,
 )
 from grpo_megatron.plan.step_memory import step_bytes
-from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
+from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, Weight, sizes_of, weights_of_chunk
 
 _GIB = 2**30
+_SAVED_OPTIMIZER_BYTES = 12
+"""Of a trained parameter in a checkpoint: a float32 weight and Adam's two moments."""
+_TOKEN_ID_BYTES = 4
+_LOGPROB_BYTES = 4
 CRITIC = "critic_"
 """Before the names of components that a critic holds beside the policy's."""
 
@@ -320,51 +324,87 @@ def fullest_static(s: Sizes, stage: int, *, frozen_routers: bool, on_gpu: bool) 
     return RankMemory(stage, stage * count + rank, static[rank])
 
 
-def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:
-    pp = s.trainer.pipeline_parallel_size
-    symbols = whole.symbols
-    weights_of_model = weights_of_chunk(whole, 0, 0)
-    parameters = sum(w.numel for w in weights_of_model)
-    trained = sum(w.numel for w in weights_of_model if w.is_trained)
-    num_adapted = 0
+class _Parameters(NamedTuple):
+    """Numbers of parameters of a whole model."""
+
+    policy: int  # without adapters
+    adapters: int
+    trained: int  # of both
+    critic: int  # of a critic of its own
+
+    @property
+    def held(self) -> int:
+        """Of policy and adapters."""
+        return self.policy + self.adapters
+
+
+def _count_parameters(config: RunConfig, whole: Sizes) -> _Parameters:
+    weights = weights_of_chunk(whole, 0, 0)
+    adapters = 0
+    trained = _num_trained(weights)
     if config.lora is not None:
-        with_adapters = weights_of_chunk(replace(whole, lora=config.lora), 0, 0)
-        num_adapted = trained = sum(w.numel for w in with_adapters if w.is_trained)
+        adapters = _num_trained(weights_of_chunk(replace(whole, lora=config.lora), 0, 0))
+        trained = adapters
     if not config.trains:
         trained = 0
-    weights = parameters * s.symbols["element"]
-    published = bytes_of(weights_of_model, config.rollout.fp8, s.symbols["element"])
-    num_valued = 0
+    critic = 0
     if config.has_own_critic:
         of_critic = weights_of_chunk(replace(whole, has_reward_head=True), 0, 0)
-        num_valued = sum(w.numel for w in of_critic)
-    saved = (parameters + num_adapted) * s.symbols["element"]
-    saved += 12 * trained
-    saved += (s.symbols["element"] + 12) * num_valued
-    is_base = config.lora is not None and config.objective.reference_interval == 0
-    if has_reference(config) and not is_base:
-        saved += weights
-    tokens = samples_of_step(config) * config.rollout.max_model_len
-    expert_id_bytes = 1
-    if symbols["experts"] > 256:
-        expert_id_bytes = 2
-    token_bytes = 8  # id and log-prob
+        critic = sum(weight.numel for weight in of_critic)
+    policy = sum(weight.numel for weight in weights)
+    return _Parameters(policy, adapters, trained, critic)
+
+
+def _num_trained(weights: Sequence[Weight]) -> int:
+    return sum(weight.numel for weight in weights if weight.is_trained)
+
+
+def _checkpoint_bytes(config: RunConfig, parameters: _Parameters, element: int) -> int:
+    """Return bytes of a checkpoint. element: of a weight of the model."""
+    of_policy = element * parameters.held + _SAVED_OPTIMIZER_BYTES * parameters.trained
+    of_critic = (element + _SAVED_OPTIMIZER_BYTES) * parameters.critic
+    # without adapters the model is its own reference, for as long as that stays the first one
+    is_reference_there = config.lora is not None and config.objective.reference_interval == 0
+    of_reference = 0
+    if has_reference(config) and not is_reference_there:
+        of_reference = element * parameters.policy
+    return of_policy + of_critic + of_reference
+
+
+def _store_bytes(config: RunConfig, whole: Sizes, num_tokens: int) -> int:
+    """Return bytes of a step in the sample store, at full length: ids, log-probs and routes."""
+    token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES
     if config.records_routes:
-        token_bytes += sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes
-    of_both = {}
-    if num_valued:
-        of_both["critic_parameters"] = num_valued
-    return {
-        "parameters": parameters,
-        "trained_parameters": trained,
-        **of_both,
+        expert_id_bytes = 1
+        if whole.symbols["experts"] > 256:
+            expert_id_bytes = 2
+        num_moe_layers = sum(whole.layers_of(0, 0))
+        token_bytes += num_moe_layers * whole.symbols["top_k"] * expert_id_bytes
+    return num_tokens * token_bytes
+
+
+def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:
+    """Return what `Plan.numbers` has. whole: the model on one rank; s: on the ranks of the
+    recipe."""
+    element = s.symbols["element"]
+    parameters = _count_parameters(config, whole)
+    found: dict[str, float] = {
+        "parameters": parameters.policy,
+        "trained_parameters": parameters.trained,
+    }
+    if parameters.critic:
+        found["critic_parameters"] = parameters.critic
+    num_waits = s.trainer.pipeline_parallel_size - 1  # of a stage, in micro-batches of a chunk
+    num_computed = num_microbatches * s.num_chunks
+    tokens = samples_of_step(config) * config.rollout.max_model_len
+    return found | {
         "microbatches_per_update": num_microbatches,
-        "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
+        "bubble_fraction": num_waits / (num_computed + num_waits),
         "tokens_per_step": tokens,
         "computed_tokens_per_step": _computed_tokens(config),
-        "publish_bytes": published,
-        "checkpoint_bytes": saved,
-        "sample_store_bytes": tokens * token_bytes,
+        "publish_bytes": bytes_of(weights_of_chunk(whole, 0, 0), config.rollout.fp8, element),
+        "checkpoint_bytes": _checkpoint_bytes(config, parameters, element),
+        "sample_store_bytes": _store_bytes(config, whole, tokens),
     }
 
 
