@@ -27,6 +27,15 @@ class Case:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     cpu: bool = field(default_factory=is_cpu_engine)
 
+    def with_size(self, key: str, size: int) -> "Case":
+        """Return this case with another value of a key of the recipe, `trainer.…` or
+        `rollout.…`."""
+        table, name = key.split(".")
+        if table == "trainer":
+            return replace(self, trainer=self.trainer.model_copy(update={name: size}))
+        assert table == "rollout"  # no rule of layouts is about another table
+        return replace(self, rollout=self.rollout.model_copy(update={name: size}))
+
 
 def check_layout(case: Case) -> list[Violation]:
     """Return all violated layout rules of trainer and engine, each with the nearest valid
@@ -56,10 +65,17 @@ def _with_nearest(case: Case, violation: Violation) -> Violation:
     """Search values of the key that mend this rule and break no other; failing that, mend it."""
     if violation.nearest or type(violation.value) is not int:
         return violation
-    others = _broken_rules(case) - {violation.rule}
-    found = _search(case, violation, lambda broken: broken <= others)
+    other_rules = _broken_rules(case) - {violation.rule}
+
+    def mends_without_harm(broken: set[str]) -> bool:
+        return broken.issubset(other_rules)
+
+    def mends(broken: set[str]) -> bool:
+        return violation.rule not in broken
+
+    found = _search(case, violation, mends_without_harm)
     if not found:
-        found = _search(case, violation, lambda broken: violation.rule not in broken)
+        found = _search(case, violation, mends)
     return replace(violation, nearest=found)
 
 
@@ -72,19 +88,19 @@ def _largest_size(case: Case) -> int:
 def _search(
     case: Case, violation: Violation, accepts: Callable[[set[str]], bool]
 ) -> tuple[int, ...]:
-    """Return the closest accepted value below and the closest above, closest first."""
+    """Return the closest accepted value below and the closest above, closest first.
+
+    accepts: takes the names of the rules that a value breaks."""
     value = violation.value
-    table, name = violation.key.split(".")
     below = value - 1
     above = value + max(value, case.trainer.num_ranks, 64)
-    if name != "num_ranks":
+    if not violation.key.endswith(".num_ranks"):
         largest = _largest_size(case)
         below = min(below, largest)
         above = min(above, largest)
 
     def is_accepted(size: int) -> bool:
-        layout = getattr(case, table).model_copy(update={name: size})
-        changed = replace(case, **{table: layout})
+        changed = case.with_size(violation.key, size)
         return accepts(_broken_rules(changed))
 
     found = []
