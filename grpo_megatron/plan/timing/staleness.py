@@ -19,8 +19,10 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 NUM_ANSWERS = 32
 """Samples that stand for those of a step."""
@@ -190,6 +192,37 @@ class _Step:
     is_scored: bool = False
 
 
+class _Timer(NamedTuple):
+    """Something of a known duration that is under way, in the order in which they end."""
+
+    at: float
+    number: int
+    """The order among equal times."""
+    then: Callable[[], None]
+    """What follows."""
+
+
+@dataclass(slots=True)
+class _Ages:
+    """Sums over the tokens of some steps, and over the versions by which they are older than the
+    step that trains them."""
+
+    bound: int
+    """Beyond this tokens are too old."""
+    tokens: float = 0.0
+    versions: float = 0.0
+    too_old: float = 0.0
+    oldest: float = 0.0
+
+    def add(self, tokens: float, age: float) -> None:
+        """Count tokens that are `age` versions older than the step that trains them."""
+        self.tokens += tokens
+        self.versions += tokens * age
+        self.oldest = max(self.oldest, age)
+        if age > self.bound:
+            self.too_old += tokens
+
+
 class _Simulation:
     """Simulates steps on their way through engines and trainer.
 
@@ -202,8 +235,8 @@ class _Simulation:
         self._now = 0.0
         self._engine_now = 0.0
         self._is_paused = False
-        self._timers: list[tuple[float, int, str, int]] = []
-        self._num_timers = 0  # the order among equal times
+        self._timers: list[_Timer] = []
+        self._num_timers = 0
         self._waiting: deque[tuple[int, float]] = deque()
         self._running: list[tuple[float, int]] = []
         self._free = flow.slots
@@ -263,7 +296,7 @@ class _Simulation:
         self._last_asked = max(self._last_asked, self._training + self._flow.max_staleness)
         self._begin_steps()
         self._fill_slots()
-        self._set_timer(self._of(self._training).train_s, "trained")
+        self._set_timer(self._of(self._training).train_s, self._end_training)
 
     def _publish_if_drained(self) -> bool:
         """Begin a publish that waited, where no step is being sampled any more."""
@@ -276,13 +309,13 @@ class _Simulation:
     def _publish(self) -> None:
         self._is_paused = True
         self._last_asked = max(self._last_asked, self._training)
-        self._set_timer(self._of(self._training - 1).publish_s, "published")
+        self._set_timer(self._of(self._training - 1).publish_s, self._end_publish)
 
     # What happens next
 
-    def _set_timer(self, seconds: float, kind: str, step: int = 0) -> None:
+    def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
         self._num_timers += 1
-        heapq.heappush(self._timers, (self._now + seconds, self._num_timers, kind, step))
+        heapq.heappush(self._timers, _Timer(self._now + seconds, self._num_timers, then))
 
     def _advance(self) -> None:
         """Go to the next moment at which something ends."""
@@ -291,7 +324,7 @@ class _Simulation:
             answer_s = self._running[0][0] - self._engine_now
         timer_s = math.inf
         if self._timers:
-            timer_s = self._timers[0][0] - self._now
+            timer_s = self._timers[0].at - self._now
         passed = max(min(answer_s, timer_s), 0.0)
         self._now += passed
         waits_for_weights = self._is_paused and not self._flow.max_staleness
@@ -300,39 +333,40 @@ class _Simulation:
         if not self._is_paused:
             self._engine_now += passed
         if timer_s <= answer_s:
-            _, _, kind, step = heapq.heappop(self._timers)
-            self._end_phase(kind, step)
+            timer = heapq.heappop(self._timers)
+            timer.then()
             return
         end, step = heapq.heappop(self._running)
         self._engine_now = end
         self._free += 1
         self._steps[step].left -= 1
         if not self._steps[step].left:
-            self._set_timer(self._of(step).reward_s, "scored", step)
+            self._set_timer(self._of(step).reward_s, partial(self._end_scoring, step))
 
-    def _end_phase(self, kind: str, step: int) -> None:
-        if kind == "scored":
-            self._steps[step].is_scored = True
-            self._record_next()
-        elif kind == "recorded":
-            self._num_recorded += 1
-            self._record_next()
-        elif kind == "trained":
-            self._training += 1
-            if self._flow.publish_waits and self._flow.max_staleness:
-                self._may_begin = False
-                self._drains = True
-            else:
-                self._publish()
-        elif kind == "published":
-            self._is_paused = False
-            self._came.append(self._engine_now)
-            self._set_timer(self._of(self._training - 1).check_s, "checked")
-        elif kind == "checked":
-            self._may_begin = True
-            self._set_timer(self._of(self._training - 1).after_s, "free")
-        elif kind == "free":
-            self._end_step()
+    def _end_scoring(self, step: int) -> None:
+        self._steps[step].is_scored = True
+        self._record_next()
+
+    def _end_recording(self) -> None:
+        self._num_recorded += 1
+        self._record_next()
+
+    def _end_training(self) -> None:
+        self._training += 1
+        if self._flow.publish_waits and self._flow.max_staleness:
+            self._may_begin = False
+            self._drains = True
+        else:
+            self._publish()
+
+    def _end_publish(self) -> None:
+        self._is_paused = False
+        self._came.append(self._engine_now)
+        self._set_timer(self._of(self._training - 1).check_s, self._end_check)
+
+    def _end_check(self) -> None:
+        self._may_begin = True
+        self._set_timer(self._of(self._training - 1).after_s, self._end_step)
 
     def _record_next(self) -> None:
         """Steps get into the store in their order."""
@@ -340,7 +374,7 @@ class _Simulation:
         if step is not None and step.is_scored:
             step.is_scored = False
             number = self._num_recorded
-            self._set_timer(self._of(number).record_s, "recorded", number)
+            self._set_timer(self._of(number).record_s, self._end_recording)
 
     def _end_step(self) -> None:
         self._trainer_waits = True
@@ -355,24 +389,21 @@ class _Simulation:
     def result(self, window: int) -> Forecast:
         """Over the newest `window` steps."""
         first = self._num_steps - window
-        tokens = ages = too_old = oldest = of_samples = 0.0
+        ages = _Ages(bound=self._flow.max_staleness)
+        versions_of_samples = 0
         for number in range(first, self._num_steps):
             for begin, answer in self._steps[number].begins:
                 for age, share in self._ages(number, begin, answer):
-                    tokens += share * answer
-                    ages += share * answer * age
-                    oldest = max(oldest, age)
-                    if age > self._flow.max_staleness:
-                        too_old += share * answer
-                of_samples += number - self._version_at(begin)
+                    ages.add(share * answer, age)
+                versions_of_samples += number - self._version_at(begin)
         passed = self._ended[self._num_steps] - self._ended[first]
         engines = self._busy_at_end[self._num_steps] - self._busy_at_end[first]
         trainer = self._trainer_busy_at_end[self._num_steps] - self._trainer_busy_at_end[first]
         return Forecast(
-            mean=ages / tokens,
-            max=oldest,
-            sample_mean=of_samples / (window * len(self._flow.answers)),
-            too_old_fraction=too_old / tokens,
+            mean=ages.versions / ages.tokens,
+            max=ages.oldest,
+            sample_mean=versions_of_samples / (window * len(self._flow.answers)),
+            too_old_fraction=ages.too_old / ages.tokens,
             step_s=passed / window,
             generation_s=engines / window,
             trainer_idle=_idle(trainer, passed),
