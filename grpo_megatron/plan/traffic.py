@@ -165,30 +165,27 @@ class _Rank:
     # --- a layer
 
     def _forward_of_layer(self, found: Traffic, is_moe: bool) -> None:
-        self._adapters(found, is_moe, backward=False)
-        self._attention(found, backward=False)
-        if is_moe:
-            self._experts(found, backward=False)
-            if self.s.symbols["shared"]:
-                self._split_pair(found, backward=False)
-        else:
-            self._split_pair(found, backward=False)
+        self._layer(found, is_moe, backward=False)
 
     def _backward_of_layer(self, found: Traffic, is_moe: bool) -> None:
-        self._adapters(found, is_moe, backward=True)
-        self._attention(found, backward=True)
+        self._layer(found, is_moe, backward=True)
+
+    def _layer(self, found: Traffic, is_moe: bool, *, backward: bool) -> None:
+        self._adapters(found, is_moe, backward=backward)
+        self._attention(found, backward=backward)
         if is_moe:
-            self._experts(found, backward=True)
-            if self.s.symbols["shared"]:
-                self._split_pair(found, backward=True)
-        else:
-            self._split_pair(found, backward=True)
+            self._experts(found, backward=backward)
+        has_mlp = (
+            not is_moe or self.s.symbols["shared"] > 0
+        )  # a dense layer's own, or a shared expert
+        if has_mlp:
+            self._split_pair(found, backward=backward)
 
     def _adapters(self, found: Traffic, is_moe: bool, *, backward: bool) -> None:
         """What tensor ranks exchange between A and B; those of routed experts exchange nothing."""
         if self.tp == 1:
             return
-        for part in (self.s.attention, "shared" if is_moe else "mlp"):
+        for part in (self.s.attention, _mlp_of(is_moe)):
             for adapter in adapters_of_part(self.s, part):
                 size = self.tokens * adapter.rank * self.element
                 brings_together = (adapter.split == "rows") != backward
@@ -368,13 +365,20 @@ class _Rank:
             return 0
         total = 0
         for is_moe in self.s.layers_of_stage(self.step.stage):
-            for part in (self.s.attention, "shared" if is_moe else "mlp"):
+            for part in (self.s.attention, _mlp_of(is_moe)):
                 for adapter in adapters_of_part(self.s, part):
                     total += adapter.num_whole(is_split=True)
             if is_moe and lora.experts == "shared":
                 for adapter in adapters_of_part(self.s, "expert"):
                     total += adapter.num_whole(is_split=self.t.etp > 1)
         return total
+
+
+def _mlp_of(is_moe: bool) -> str:
+    """Return what every token passes beside attention, as `closed_forms.toml` names it."""
+    if is_moe:
+        return "shared"
+    return "mlp"
 
 
 def _times(traffic: Traffic, count: int) -> Traffic:
