@@ -8,9 +8,12 @@ import torch
 from grpo_megatron.checkpoints import durable
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFReader, refuse_unfit
-from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES, NamedTensors
+from grpo_megatron.checkpoints.shard_files import (
+    DEFAULT_SHARD_BYTES,
+    NamedTensors,
+    refuse_misread,
+)
 from grpo_megatron.checkpoints.stacked_experts import stacks_in
-from grpo_megatron.errors import MismatchError
 from grpo_megatron.files import empty_directory
 from grpo_megatron.weights.tensor_entry import TensorEntry
 
@@ -49,15 +52,10 @@ def merge_checkpoints(
         target.write(file, _means(readers, file.entries))
     target.wait()
     target.finish(first.directory)
-    bad = []
+    bad: list[str] = []
     for file in target.files:
         bad += target.read_back(file)
-    if bad:
-        raise MismatchError(
-            f"{len(bad)} tensors were read back as something else than was "
-            f"written, for example {bad[:3]}",
-            where=str(directory),
-        )
+    refuse_misread(bad, directory)
     durable.commit(working, directory)
 
 

@@ -225,6 +225,12 @@ def read_back(
     names: list[str] = []
     for bad_there in all_gathered(bad):
         names += bad_there
+    refuse_misread(names, final)
+
+
+def refuse_misread(names: Sequence[str], final: Path) -> None:
+    """Raise MismatchError where there are names of tensors that were not read back as they were
+    written. final: the directory that they are meant for."""
     if names:
         raise MismatchError(
             f"{len(names)} tensors were read back as something else than was "

@@ -13,10 +13,8 @@ and what fits both ways is taken as it is. So is what is written if it is square
 misreads (rule `stacked_files`); everything else is written transposed, which both of them read."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import torch
 
 from grpo_megatron.checkpoints.durable import explained
 from grpo_megatron.errors import CheckpointError, ConfigError
-from grpo_megatron.plan.family import family_names, family_of, tables_of
+from grpo_megatron.plan.family import family_names, family_of, numbered_pattern, tables_of
 from grpo_megatron.plan.hf_config import unified
 from grpo_megatron.weights.tensor_entry import TensorEntry
 
@@ -92,7 +90,7 @@ class _Rule:
     def member(self, name: str, layer_prefix: str) -> Member | None:
         """Say where a matrix is in the stack, if it is."""
         for place, matrix in enumerate(self.matrices):
-            match = _pattern(matrix).fullmatch(name)
+            match = numbered_pattern(matrix).fullmatch(name)
             if match is not None:
                 return Member(
                     stack=self.stack.format(layer=match["layer"]),
@@ -128,7 +126,7 @@ class Stacks:
         """Name the matrices in a tensor of a file, expert by expert; none in one that is no
         stack."""
         for rule in self._rules:
-            match = _pattern(rule.stack).fullmatch(stack)
+            match = numbered_pattern(rule.stack).fullmatch(stack)
             if match is None:
                 continue
             names = []
@@ -218,8 +216,3 @@ def stacks_in(directory: Path) -> Stacks:
     with explained("unreadable config.json", directory):
         hf = dict(json.loads(file.read_text(encoding="utf-8")))
     return stacks_of(hf)
-
-
-@cache
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(name)))

@@ -135,6 +135,17 @@ def _refuse_beyond_shares(gate: Gate) -> None:
         )
 
 
+def closed_gates(texts: Sequence[str], result: Mapping[str, Any]) -> list[str]:
+    """Return those of the gates that a finished run misses, each with what was seen."""
+    closed = []
+    for text in texts:
+        gate = parse_gate(text)
+        seen = gate.check(result)
+        if seen is not None:
+            closed.append(f"{gate.text} (seen: {seen})")
+    return closed
+
+
 def read_result(run: Path) -> dict[str, Any]:
     """`result.json` of a finished run. ConfigError where there is none, or a damaged one."""
     file = run / "result.json"

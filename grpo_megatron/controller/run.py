@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from grpo_megatron.config.experience import ExperienceConfig
-from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.gates import closed_gates
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
 from grpo_megatron.controller.cold_start import ColdStart
@@ -351,12 +351,7 @@ class Run:
         show("result", text=f"held-out accuracy {told_before}{after:.2f} in {seconds:.0f} s")
 
     def _check_gates(self, result: dict[str, Any]) -> None:
-        closed = []
-        for text in self.config.gates:
-            gate = parse_gate(text)
-            seen = gate.check(result)
-            if seen is not None:
-                closed.append(f"{gate.text} (seen: {seen})")
+        closed = closed_gates(self.config.gates, result)
         if closed:
             raise GateError(
                 "; ".join(closed),

@@ -3,6 +3,7 @@
 The tables drive import, export, publishing and digests (`weights.parameters`), the reading of
 config.json (`plan.hf_config`) and Megatron's configuration (`trainer.megatron.model_config`)."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -201,6 +202,13 @@ def tables_of(name: str) -> dict[str, Any]:
         merged = _merge(merged, tables_of(part))
     whole: dict[str, Any] = _merge(merged, own)
     return whole
+
+
+@cache
+def numbered_pattern(name: str) -> re.Pattern[str]:
+    """Return what matches the names that a table writes with `{layer}`, `{expert}`, ...: each is a
+    number, and a group of that name."""
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(name)))
 
 
 def _extensible() -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_megatron
-from grpo_megatron.config.gates import parse_gate, read_result
+from grpo_megatron.config.gates import closed_gates, read_result
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
@@ -74,13 +74,7 @@ class Records:
         result = self.result(name)
         if not result:
             return []
-        closed = []
-        for text in self.graph.gates(name):
-            gate = parse_gate(text)
-            seen = gate.check(result)
-            if seen is not None:
-                closed.append(f"{gate.text} (seen: {seen})")
-        return closed
+        return closed_gates(self.graph.gates(name), result)
 
     def fingerprint(self, name: str) -> str:
         """Return the fingerprint of a stage's settings, files and code, and of what it builds on;

@@ -14,7 +14,7 @@ import torch
 
 from grpo_megatron.config.suggest import did_you_mean, nearest
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.family import family_of
+from grpo_megatron.plan.family import family_of, numbered_pattern
 from grpo_megatron.plan.hf_config import unified
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
@@ -123,8 +123,7 @@ def _rule(file: str, spelling: str, name: str, *tensors: str) -> Rule:
                     where=file,
                     remedy=did_you_mean(number, sorted(numbers)),
                 )
-    pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(spelling))
-    return Rule(spelling, re.compile(pattern), tensors, kind, file)
+    return Rule(spelling, numbered_pattern(spelling), tensors, kind, file)
 
 
 def _kind(name: str) -> str:
@@ -193,11 +192,17 @@ class Parameter:
         """Invert `merge`: the Hugging Face tensors of the full parameter, without padding rows.
 
         They are views of `full`, but where rows are interleaved."""
-        grouped = full.view(self.groups, -1, *full.shape[1:])
+        return self._split_rows(full, num_parts=1)
+
+    def _split_rows(self, part: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
+        """Return the rows of each Hugging Face tensor in one of `num_parts` equal slices of the
+        parameter's rows, without padding; they are views, but where rows are interleaved."""
+        groups = max(self.groups // num_parts, 1)
+        grouped = part.view(groups, -1, *part.shape[1:])
         tensors = []
         start = 0
         for _, shape in self.hf:
-            rows = shape[0] // self.groups
+            rows = shape[0] // num_parts // groups
             tensors.append(grouped.narrow(1, start, rows).flatten(0, 1))
             start += rows
         return tensors
@@ -238,15 +243,7 @@ class Parameter:
         num_parts = 1
         if dim == 0:
             num_parts = size
-        groups = max(self.groups // num_parts, 1)
-        grouped = part.view(groups, -1, *part.shape[1:])
-        tensors = []
-        start = 0
-        for _, shape in self.hf:
-            rows = shape[0] // num_parts // groups
-            tensors.append(grouped.narrow(1, start, rows).flatten(0, 1))
-            start += rows
-        return tensors
+        return self._split_rows(part, num_parts)
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Put the full parameter together of its tensor-parallel parts along `dim`, by rank.
