@@ -8,6 +8,19 @@ from pathlib import Path
 from grpo_megatron.errors import ConfigError, SetupError, raised_as
 
 
+def engine_name(index: int) -> str:
+    """Return the name of an engine, by which files, events and messages call it."""
+    return f"rollout-{index}"
+
+
+def engine_number(name: str) -> int | None:
+    """Return the number of the engine that has this name; None: a process of another kind has."""
+    kind, _, number = name.rpartition("-")
+    if kind != "rollout":
+        return None
+    return int(number)
+
+
 class _Entry:
     """A path below the root of a run directory; with `by_attempt`, of one start of the run."""
 

@@ -12,7 +12,7 @@ from grpo_megatron.errors import EngineError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.worker_client import WorkerClient
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name
 
 _LOOK_S = 0.1
 
@@ -27,7 +27,7 @@ async def connect_engine(config: RunConfig, run_dir: RunDir, index: int) -> Engi
     new one. The caller closes the connection.
 
     Raises EngineError: it has ended for good, or `rollout.startup_timeout_s` is over."""
-    name = f"rollout-{index}"
+    name = engine_name(index)
     while True:
         endpoint = await _published(config, run_dir, name)
         client = EngineClient(
@@ -38,34 +38,17 @@ async def connect_engine(config: RunConfig, run_dir: RunDir, index: int) -> Engi
             adapter=config.engine_adapter,
         )
         try:
-            if await _is_ready(config, run_dir, client, endpoint):
+            is_ready = await client.wait_ready(
+                config.rollout.startup_timeout_s,
+                partial(is_expected, run_dir, name),
+                partial(_is_current, run_dir.endpoints / f"{name}.json", endpoint),
+            )
+            if is_ready:
                 return client
         except BaseException:
             await client.close()
             raise
         await client.close()
-
-
-async def _is_ready(
-    config: RunConfig, run_dir: RunDir, client: EngineClient, endpoint: Endpoint
-) -> bool:
-    """Wait until an engine is healthy; False where it is another one by now."""
-    path = run_dir.endpoints / f"{client.name}.json"
-    limit_s = config.rollout.startup_timeout_s
-    deadline = time.monotonic() + limit_s
-    while not await client.health():
-        if not is_expected(run_dir, client.name):
-            raise EngineError(f"{client.name} ended before it was ready", where=client.base_url)
-        if time.monotonic() > deadline:
-            raise EngineError(
-                f"{client.name} was not ready after {limit_s:.0f} s",
-                where=client.base_url,
-                remedy="look at its log, or raise rollout.startup_timeout_s",
-            )
-        if not _is_current(path, endpoint):
-            return False
-        await asyncio.sleep(_LOOK_S)
-    return True
 
 
 async def connect_worker(config: RunConfig, run_dir: RunDir, index: int) -> WorkerClient:

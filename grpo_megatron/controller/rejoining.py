@@ -14,7 +14,7 @@ from grpo_megatron.errors import EngineError, GrpoMegatronError
 from grpo_megatron.rollout.members import read_members
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.worker_client import WorkerPool
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name
 from grpo_megatron.telemetry.events import append_event
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Rejoining:
     # --- those that are to be there
 
     async def _see_to_engine(self, index: int) -> None:
-        name = f"rollout-{index}"
+        name = engine_name(index)
         while is_expected(self._run_dir, name):
             if self._engines.is_alive(index):
                 await asyncio.sleep(_LOOK_S)
@@ -144,7 +144,7 @@ class Rejoining:
                 return
 
     async def _join_engine(self, index: int) -> None:
-        name = f"rollout-{index}"
+        name = engine_name(index)
         client = await connect_engine(self._config, self._run_dir, index)
         self._clients.append(client)
         began = time.perf_counter()

@@ -40,7 +40,7 @@ from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.routing.shape import recorded_shape
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name
 from grpo_megatron.telemetry.samples import extremes
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup, StoredCompletion
 
@@ -194,7 +194,7 @@ class StepSampler:
             stale=is_stale,
             domains=[domain.name for domain in config.domains],
             verified_replicas=sorted(verified_replicas),
-            engines=[f"rollout-{scored.group.replica}" for scored in groups],
+            engines=[engine_name(scored.group.replica) for scored in groups],
             sampler=sampled.sampler,
             metrics=sampled.metrics | of_ages,
             extremes=extremes(step, groups, config.telemetry.samples_per_step),

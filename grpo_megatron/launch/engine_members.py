@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.rollout.members import Membership, write_members
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name
 
 
 class EngineMembers:
@@ -40,7 +40,7 @@ class EngineMembers:
         """Let an engine get no new requests.
 
         Raises ConfigError: there is none of this number, it leaves already, or is the only one."""
-        name = f"rollout-{index}"
+        name = engine_name(index)
         present = []
         for other, membership in sorted(self._members.items()):
             if membership == "present":

@@ -30,7 +30,7 @@ from grpo_megatron.launch.look import process_state
 from grpo_megatron.launch.slurm import is_active
 from grpo_megatron.progress import SERVING, read_progress
 from grpo_megatron.rollout.members import read_members
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name
 from grpo_megatron.telemetry.events import read_events
 
 ANSWER_S = 60.0
@@ -114,7 +114,7 @@ def engine_lines(run_dir: RunDir) -> Iterator[str]:
     members = read_members(run_dir, config)
     unjoined = _unjoined(run_dir)
     for index, membership in members.items():
-        name = f"rollout-{index}"
+        name = engine_name(index)
         record = read_progress(run_dir.role_progress(name))
         place = ""
         state = "starts"

@@ -10,7 +10,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.look import Look, look_at
 from grpo_megatron.launch.processes import ChildProcess, stop_all
 from grpo_megatron.progress import ProgressRecord
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name
 
 TRAINER = "grpo_megatron.trainer.trainer_rank"
 CONTROLLER = "grpo_megatron.controller.main"
@@ -51,7 +51,7 @@ class LocalProcesses:
 
     def replica(self, index: int) -> ChildProcess:
         """Return the process of one vLLM server."""
-        return self._child(f"rollout-{index}", REPLICA, str(index))
+        return self._child(engine_name(index), REPLICA, str(index))
 
     def why_no_room(self, index: int) -> str:
         """Why there is no place for a server of this number; empty: there is one."""

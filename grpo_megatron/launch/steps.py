@@ -39,7 +39,7 @@ from grpo_megatron.launch.roles import (
 )
 from grpo_megatron.network import NODES_VARIABLE
 from grpo_megatron.progress import ProgressRecord
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name, engine_number
 
 GRACE_S = 5.0
 _LOOK_S = 18.0  # with the start of a step
@@ -154,13 +154,14 @@ class SlurmSteps:
     def replica(self, index: int) -> ChildProcess:
         """Return the step of one server."""
         nodes = self._nodes_of_replica(index)
+        name = engine_name(index)
         return self._step(
-            f"rollout-{index}",
+            name,
             REPLICA,
             str(index),
             str(len(nodes)),
             nodes=nodes,
-            log=f"rollout-{index}.log",
+            log=f"{name}.log",
         )
 
     def why_no_room(self, index: int) -> str:
@@ -269,8 +270,8 @@ class SlurmSteps:
         if child.name == "trainer":
             return {f"trainer-{rank}": None for rank in range(self.config.trainer.num_ranks)}
         roles: dict[str, int | None] = {child.name: None}
-        if child.name.startswith("rollout-"):
-            index = int(child.name.removeprefix("rollout-"))
+        index = engine_number(child.name)
+        if index is not None:
             for node in range(1, len(self._nodes_of_replica(index))):
                 roles[f"{child.name}-node-{node}"] = None
         return roles

@@ -29,6 +29,7 @@ from grpo_megatron.launch.restarts import (
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.watcher import Watcher
+from grpo_megatron.rundir import engine_name
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.screen import make_screen
 
@@ -427,8 +428,8 @@ class Supervisor:
         assert request.engine is not None  # the command asks for it
         self._engines.begin_leaving(request.engine)
         return (
-            f"rollout-{request.engine} gets no more requests, and ends when it has answered those "
-            "that it has"
+            f"{engine_name(request.engine)} gets no more requests, and ends when it has answered "
+            "those that it has"
         )
 
     def _add_engine(self) -> str:
@@ -468,8 +469,9 @@ class Supervisor:
             return
         self._drop_engine(index)
         self._engines.forget(index)
-        append_event(self.run_dir.events, "removed", role=f"rollout-{index}")
-        self.screen.message(f"rollout-{index} has left the run")
+        name = engine_name(index)
+        append_event(self.run_dir.events, "removed", role=name)
+        self.screen.message(f"{name} has left the run")
 
     def _drop_engine(self, index: int) -> None:
         """End the server of this number and its worker, and forget them, where they are there."""

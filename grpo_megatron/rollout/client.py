@@ -17,6 +17,7 @@ from grpo_megatron.types import Completion
 
 _KEEP_ALIVE_S = 60.0  # far below the server's, see `engine.toml`
 _CONNECT_S = 10.0
+_LOOK_S = 0.1
 
 
 class EngineUnreachable(EngineError):
@@ -85,9 +86,13 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         return False
 
     async def wait_ready(
-        self, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Wait until the engine is healthy.
+        self,
+        timeout_s: float,
+        is_alive: Callable[[], bool] = lambda: True,
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Wait until the engine is healthy; False where `is_current` says that another one has
+        taken its place.
 
         Raises EngineError: it is not after `timeout_s`, or `is_alive` says that it has ended."""
         deadline = time.monotonic() + timeout_s
@@ -100,7 +105,10 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
                     where=self.base_url,
                     remedy="look at its log, or raise rollout.startup_timeout_s",
                 )
-            await asyncio.sleep(0.1)
+            if not is_current():
+                return False
+            await asyncio.sleep(_LOOK_S)
+        return True
 
     async def set_weight_version(self, version: int) -> None:
         """Tell the engine which version the loaded weights are, without loading any."""

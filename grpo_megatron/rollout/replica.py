@@ -34,7 +34,7 @@ from grpo_megatron.rollout.gpu_memory import gpu_bytes
 from grpo_megatron.rollout.plugin import adapter_slot, engine_token
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rollout.server_progress import PATH_VARIABLE
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name
 
 PLUGIN = "grpo_megatron"
 """Our entry point in the group `vllm.general_plugins`."""
@@ -44,7 +44,7 @@ _CACHE_ARGUMENT = "--kv-cache-memory-bytes"
 def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     """Publish the address of replica `index` and become its server, on `nodes` nodes."""
     run_dir = RunDir(Path(run_path), attempt)
-    name = f"rollout-{index}"
+    name = engine_name(index)
     node = 0
     if nodes > 1:
         node = int(os.environ["SLURM_PROCID"])

@@ -29,7 +29,7 @@ from grpo_megatron.rollout.engine_images import EngineImages, engine_images
 from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.routing.shape import recorded_shape
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, engine_name
 from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class WorkerService:
                 continue
             client = self._clients.get((index, address))
             if client is None:
-                client = self.make_client(address, f"rollout-{index}")
+                client = self.make_client(address, engine_name(index))
                 self._clients[index, address] = client
             clients.append(client)
         return clients
@@ -170,7 +170,7 @@ def _subject(chunk: Chunk) -> str:
     first = ""
     if chunk.prompts:
         first = f", from prompt {chunk.prompts[0].prompt_id} on"
-    return f"step {chunk.step} on rollout-{chunk.home}{first}"
+    return f"step {chunk.step} on {engine_name(chunk.home)}{first}"
 
 
 def application(service: WorkerService, token: str) -> web.Application:
