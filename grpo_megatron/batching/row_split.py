@@ -24,7 +24,7 @@ from grpo_megatron.batching.prefix_rows import RowTree
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankSpan:
     """Adjacent tokens of a segment that one rank computes: places in the row, int64."""
 
     above: np.ndarray
@@ -71,7 +71,7 @@ class RowSplit:
         places: np.ndarray = self.owners * self.num_own + self.places
         return places
 
-    def pieces(self, rank: int) -> Iterator[Piece]:
+    def spans(self, rank: int) -> Iterator[RankSpan]:
         """Yield what a rank computes, in the order of the row."""
         tree = self.tree
         prefixes: dict[int, np.ndarray] = {}
@@ -85,7 +85,7 @@ class RowSplit:
             gaps = np.flatnonzero(np.diff(own) > 1) + 1
             for adjacent in np.split(own, gaps):
                 before = rows[: adjacent[0] - rows[0]]
-                yield Piece(np.concatenate([prefixes[parent], before]), adjacent)
+                yield RankSpan(np.concatenate([prefixes[parent], before]), adjacent)
 
     def work(self, rank: int) -> int:
         """Count the pairs of query and key that a rank computes in attention."""

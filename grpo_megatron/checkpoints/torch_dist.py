@@ -35,12 +35,12 @@ from grpo_megatron.weights.parameters import (
 from grpo_megatron.weights.tensor_entry import as_bytes
 
 _OBJECTS = "objects.distcp"
-_Region = tuple[str, torch.Size, torch.Size]
+_ChunkKey = tuple[str, torch.Size, torch.Size]
 """Key, offsets and sizes of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredRegion:
     """Where some rows of a parameter are: a region of the global tensor `key`."""
 
     key: str
@@ -54,15 +54,15 @@ class ParameterTable:
     """What a checkpoint of a model consists of, in checkpoint order."""
 
     parameters: tuple[Parameter, ...]
-    pieces: Mapping[str, tuple[Piece, ...]]  # by parameter, in the order of its rows
+    regions: Mapping[str, tuple[StoredRegion, ...]]  # by parameter, in the order of its rows
     objects: tuple[str, ...]  # keys of extra states, which hold nothing
 
-    def pieces_of(self, parameter: Parameter) -> tuple[Piece, ...]:
+    def regions_of(self, parameter: Parameter) -> tuple[StoredRegion, ...]:
         """Return where the rows of a parameter are, in order; a carried one is a tensor itself."""
-        if parameter.name in self.pieces:
-            return self.pieces[parameter.name]
+        if parameter.name in self.regions:
+            return self.regions[parameter.name]
         shape = parameter.shape
-        return (Piece(parameter.name, (0,) * len(shape), shape, shape),)
+        return (StoredRegion(parameter.name, (0,) * len(shape), shape, shape),)
 
 
 def is_torch_dist(directory: Path) -> bool:
@@ -85,7 +85,7 @@ class MegatronSource:
         ):
             self.metadata = FileSystemReader(self.directory).read_metadata()
         self.stored: dict[str, dcp.TensorStorageMetadata] = {}
-        self._chunks: dict[_Region, dcp.ChunkStorageMetadata] = {}
+        self._chunks: dict[_ChunkKey, dcp.ChunkStorageMetadata] = {}
         for key, stored in self.metadata.state_dict_metadata.items():
             if isinstance(stored, dcp.TensorStorageMetadata):
                 self.stored[key] = stored
@@ -113,8 +113,8 @@ class MegatronSource:
     def _refuse_unfit(self, directory: Path, found: dict[str, hf_import.Shape]) -> None:
         wanted: dict[str, hf_import.Shape] = {}
         for parameter in self.table.parameters:
-            for piece in self.table.pieces[parameter.name]:
-                wanted[piece.key] = piece.global_shape
+            for region in self.table.regions[parameter.name]:
+                wanted[region.key] = region.global_shape
         for key in VOCABULARY:  # the layout that saved it may have padded them
             if key in wanted and key in found and found[key][0] > wanted[key][0]:
                 found[key] = (wanted[key][0], *found[key][1:])
@@ -122,19 +122,19 @@ class MegatronSource:
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Return the dtype in which a parameter is stored."""
-        first = self.table.pieces_of(parameter)[0]
+        first = self.table.regions_of(parameter)[0]
         return self.stored[first.key].properties.dtype
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the Hugging Face names and tensors of a parameter, without padding.
 
         Raises CheckpointError where a part of it is missing or unreadable."""
-        regions = []
-        for piece in self.table.pieces_of(parameter):
-            regions.append(self._region(piece).reshape(-1, *parameter.shape[1:]))
-        full = regions[0]
-        if len(regions) > 1:
-            full = torch.cat(regions)
+        rows = []
+        for region in self.table.regions_of(parameter):
+            rows.append(self._read(region).reshape(-1, *parameter.shape[1:]))
+        full = rows[0]
+        if len(rows) > 1:
+            full = torch.cat(rows)
         for (name, _), tensor in zip(parameter.hf, parameter.split(full), strict=True):
             yield name, self._with_adapter(name, tensor)
 
@@ -157,37 +157,37 @@ class MegatronSource:
 
     def _whole(self, key: str) -> torch.Tensor:
         """Read a global tensor."""
-        return self._region(_whole_piece(key, self.stored[key]))
+        return self._read(_whole_region(key, self.stored[key]))
 
     def prefetch(self, parameter: Parameter) -> None:
         """Let the disk read a parameter before `tensors` asks for it."""
-        for piece in self.table.pieces_of(parameter):
-            place = self.metadata.storage_data.get(dcp.MetadataIndex(piece.key, piece.offset))
+        for region in self.table.regions_of(parameter):
+            place = self.metadata.storage_data.get(dcp.MetadataIndex(region.key, region.offset))
             if place is not None:
                 path = self.directory / place.relative_path
                 shard_files.will_need(path, place.offset, place.length)
 
-    def _region(self, piece: Piece) -> torch.Tensor:
+    def _read(self, region: StoredRegion) -> torch.Tensor:
         """Read a region of a global tensor, put together of the chunks that it overlaps."""
-        chunks = self.stored[piece.key].chunks
-        exact = self._chunks.get((piece.key, torch.Size(piece.offset), torch.Size(piece.sizes)))
+        chunks = self.stored[region.key].chunks
+        exact = self._chunks.get((region.key, torch.Size(region.offset), torch.Size(region.sizes)))
         if exact is not None:
             chunks = [exact]
         out: torch.Tensor | None = None
         filled = 0
         for chunk in chunks:
-            bounds = _overlap(piece, chunk)
+            bounds = _overlap(region, chunk)
             if bounds is None:
                 continue
-            part = self._chunk(piece.key, chunk)[_slices(bounds, chunk.offsets)]
-            if tuple(part.shape) == piece.sizes:
+            part = self._chunk(region.key, chunk)[_slices(bounds, chunk.offsets)]
+            if tuple(part.shape) == region.sizes:
                 return part
             if out is None:
-                out = torch.empty(piece.sizes, dtype=part.dtype)
-            out[_slices(bounds, piece.offset)] = part
+                out = torch.empty(region.sizes, dtype=part.dtype)
+            out[_slices(bounds, region.offset)] = part
             filled += part.numel()
         if out is None or filled != out.numel():
-            raise CheckpointError(f"a part of {piece.key} is missing", where=str(self.directory))
+            raise CheckpointError(f"a part of {region.key} is missing", where=str(self.directory))
         return out
 
     def _chunk(self, key: str, chunk: dcp.ChunkStorageMetadata) -> torch.Tensor:
@@ -202,10 +202,10 @@ class MegatronSource:
         return tensor
 
 
-def _whole_piece(key: str, stored: dcp.TensorStorageMetadata) -> Piece:
-    """Return the piece that is all of a tensor."""
+def _whole_region(key: str, stored: dcp.TensorStorageMetadata) -> StoredRegion:
+    """Return the region that is all of a tensor."""
     shape = tuple(stored.size)
-    return Piece(key, (0,) * len(shape), shape, shape)
+    return StoredRegion(key, (0,) * len(shape), shape, shape)
 
 
 def _scale_of_adapters(directory: Path) -> float:
@@ -217,14 +217,14 @@ def _scale_of_adapters(directory: Path) -> float:
         return LoraConfig(**state["lora"]).scale
 
 
-def _overlap(piece: Piece, chunk: dcp.ChunkStorageMetadata) -> list[tuple[int, int]] | None:
+def _overlap(region: StoredRegion, chunk: dcp.ChunkStorageMetadata) -> list[tuple[int, int]] | None:
     """Return begin and end by dimension of what both have of the global tensor; None: nothing."""
     bounds = []
-    for piece_begin, piece_size, chunk_begin, chunk_size in zip(
-        piece.offset, piece.sizes, chunk.offsets, chunk.sizes, strict=True
+    for region_begin, region_size, chunk_begin, chunk_size in zip(
+        region.offset, region.sizes, chunk.offsets, chunk.sizes, strict=True
     ):
-        begin = max(piece_begin, chunk_begin)
-        end = min(piece_begin + piece_size, chunk_begin + chunk_size)
+        begin = max(region_begin, chunk_begin)
+        end = min(region_begin + region_size, chunk_begin + chunk_size)
         if begin >= end:
             return None
         bounds.append((begin, end))
@@ -256,12 +256,12 @@ class DistcpFile(shard_files.OutputFile):
             parameter = self._parameters.pop(0)
             rows = parameter.merge(self._held).contiguous().flatten()
             self._held = []
-            pieces = self._table.pieces_of(parameter)
-            sizes = [math.prod(piece.sizes) for piece in pieces]
-            for piece, part in zip(pieces, rows.split(sizes), strict=True):
-                self._save(piece, part.view(piece.sizes))
+            regions = self._table.regions_of(parameter)
+            sizes = [math.prod(region.sizes) for region in regions]
+            for region, part in zip(regions, rows.split(sizes), strict=True):
+                self._save(region, part.view(region.sizes))
 
-    def _save(self, piece: Piece, tensor: torch.Tensor) -> None:
+    def _save(self, region: StoredRegion, tensor: torch.Tensor) -> None:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # `torch.save` writes all of it
             tensor = torch.frombuffer(as_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
         begin = self.file.tell()
@@ -270,10 +270,10 @@ class DistcpFile(shard_files.OutputFile):
             end = self.start_writing(begin)
         self.items.append(
             [
-                piece.key,
-                piece.global_shape,
-                piece.offset,
-                piece.sizes,
+                region.key,
+                region.global_shape,
+                region.offset,
+                region.sizes,
                 str(tensor.dtype).removeprefix("torch."),
                 begin,
                 end - begin,

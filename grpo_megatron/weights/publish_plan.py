@@ -7,7 +7,28 @@
 Workers that keep the same parts, such as worker 1 of every replica, are one *stream*: trainer ranks
 send to the first of them, and each passes on what it gets to the next, so the trainer sends
 everything once, however many replicas there are. Both sides derive buckets and messages from the
-stream; nothing that travels says where it belongs."""
+stream; nothing that travels says where it belongs.
+
+An example: a bfloat16 matrix "w" [4, 6]. Two trainer ranks hold two rows each; two replicas have
+two workers each, which keep three columns each. A box is `start + shape`:
+
+    HeldBox    of rank 0     w  0,0 + 2,6
+               of rank 1     w  2,0 + 2,6
+    Kept       of worker 0   {"w": [0,0 + 4,3]}      # of replica 0
+               of worker 1   {"w": [0,3 + 4,3]}
+               of worker 2   {"w": [0,0 + 4,3]}      # of replica 1
+               of worker 3   {"w": [0,3 + 4,3]}
+
+    Stream     for workers 0, 2                      # there is another one, for workers 1, 3
+      Part     w  0,0 + 4,3                          # what they keep
+        Piece  0,0 + 2,3 of rank 0                   # what rank 0 has of that
+        Piece  2,0 + 2,3 of rank 1
+    Bucket     0: that part                          # of parts that travel together
+      Message  of rank 0: header, Piece, digest      # bytes 0 to 31, 32 to 43, 48 to 63
+      Message  of rank 1: header, Piece, digest
+
+Rank 0 sends its message to worker 0, which passes it on to worker 2; so does rank 1. Either worker
+then has both pieces of its part, and loads it."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -33,8 +33,8 @@ def test_the_example_of_the_module():
     assert split.owners.tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 1]
     assert split.tree.lengths.tolist() == [4, 5, 3, 2]
     assert split.own(0).tolist() == [0, 3, 4, 5, 8, 9, 12]
-    pieces = [(piece.above.tolist(), piece.own.tolist()) for piece in split.pieces(1)]
-    assert pieces == [
+    spans = [(span.above.tolist(), span.own.tolist()) for span in split.spans(1)]
+    assert spans == [
         ([0], [1, 2]),
         ([0, 1, 2, 3, 4, 5], [6, 7]),
         ([0, 1, 2, 3, 9], [10, 11]),
@@ -53,8 +53,8 @@ def test_one_rank_has_the_whole_row():
     assert split.is_whole
     assert split.tree.lengths.tolist() == [3, 4, 1]
     assert split.own(0).tolist() == split.gathered_places.tolist() == list(range(8))
-    pieces = [(piece.above.tolist(), piece.own.tolist()) for piece in split.pieces(0)]
-    assert pieces == [([], [0, 1, 2]), ([], [3, 4, 5, 6]), ([], [7])]
+    spans = [(span.above.tolist(), span.own.tolist()) for span in split.spans(0)]
+    assert spans == [([], [0, 1, 2]), ([], [3, 4, 5, 6]), ([], [7])]
 
 
 def test_a_row_without_tokens_is_padding():
@@ -77,16 +77,16 @@ def test_every_token_is_computed_once_by_ranks_with_equally_many(tree, num_ranks
 
 
 @given(tree=trees(), num_ranks=st.integers(1, 5))
-def test_pieces_are_what_a_rank_has_and_all_that_is_before_it(tree, num_ranks):
+def test_spans_are_what_a_rank_has_and_all_that_is_before_it(tree, num_ranks):
     split = split_row(tree, num_ranks, 2)
     paths = _paths(split)
     for rank in range(num_ranks):
-        pieces = list(split.pieces(rank))
-        own = np.concatenate([piece.own for piece in pieces])
+        spans = list(split.spans(rank))
+        own = np.concatenate([span.own for span in spans])
         np.testing.assert_array_equal(own, split.own(rank))
-        for piece in pieces:
-            assert piece.own.tolist() == list(range(piece.own[0], piece.own[-1] + 1))
-            assert piece.above.tolist() == paths[piece.own[0]]
+        for span in spans:
+            assert span.own.tolist() == list(range(span.own[0], span.own[-1] + 1))
+            assert span.above.tolist() == paths[span.own[0]]
 
 
 def _paths(split: RowSplit) -> list[list[int]]:

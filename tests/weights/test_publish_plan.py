@@ -14,6 +14,8 @@ from grpo_megatron.weights.publish_plan import (
     DIGEST_BYTES,
     HEADER_BYTES,
     HeldBox,
+    Part,
+    Piece,
     Stream,
     checkpoint_order,
     plan_streams,
@@ -55,6 +57,23 @@ def test_columns_are_put_together_of_rows():
             (row, box.start[1]) for row in (0, 2, 4, 6)
         ]
         assert stream.num_bytes == 4 * 8 * 6
+
+
+def test_the_example_of_the_module():
+    w = TensorEntry("w", "bfloat16", (4, 6))
+    held = [[HeldBox(w, Box((0, 0), (2, 6)))], [HeldBox(w, Box((2, 0), (2, 6)))]]
+    left = Box((0, 0), (4, 3))
+    right = Box((0, 3), (4, 3))
+    kept = [{"w": [left]}, {"w": [right]}, {"w": [left]}, {"w": [right]}]
+    stream, other = plan_streams(held, kept, LIMIT)
+    assert stream.workers == (0, 2) and other.workers == (1, 3)
+    pieces = (Piece(0, Box((0, 0), (2, 3))), Piece(1, Box((2, 0), (2, 3))))
+    assert stream.parts == (Part(w, left, pieces),)
+    [bucket] = stream.buckets()
+    assert bucket.parts == stream.parts
+    assert [message.sender for message in bucket.messages] == [0, 1]
+    for message in bucket.messages:
+        assert (message.offsets, message.digests_offset, message.num_bytes) == ((32,), 48, 64)
 
 
 def test_parts_of_a_tensor_stay_together():

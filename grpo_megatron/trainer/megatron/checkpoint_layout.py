@@ -9,7 +9,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 from torch.overrides import TorchFunctionMode
 
 from grpo_megatron.checkpoints.distributed import model_state
-from grpo_megatron.checkpoints.torch_dist import ParameterTable, Piece
+from grpo_megatron.checkpoints.torch_dist import ParameterTable, StoredRegion
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.trainer.megatron.model_config import transformer_config
 from grpo_megatron.trainer.megatron.policy import build_models, tensor_map
@@ -45,18 +45,18 @@ def parameter_table(hf: dict[str, Any]) -> ParameterTable:
     shutdown()
     names = tensor_map(hf, config)
     parameters = []
-    pieces = {}
+    regions = {}
     objects = []
     for name, sharded in state.items():
         if isinstance(sharded, ShardedObject):
             objects.append(sharded.unique_key)
         else:
             parameters.append(names.parameter(name, tuple(sharded.data.shape)))
-            pieces[name] = tuple(_pieces(sharded))
-    return ParameterTable(tuple(parameters), pieces, tuple(objects))
+            regions[name] = tuple(_regions(sharded))
+    return ParameterTable(tuple(parameters), regions, tuple(objects))
 
 
-def _pieces(sharded: Any) -> Iterator[Piece]:
+def _regions(sharded: Any) -> Iterator[StoredRegion]:
     """Yield where Megatron keeps the rows of a `ShardedTensor`, or of a factory of several."""
     parts: Any = [sharded]
     if isinstance(sharded, ShardedTensorFactory):
@@ -65,4 +65,4 @@ def _pieces(sharded: Any) -> Iterator[Piece]:
         parts = parts.values()
     for part in parts:
         sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-        yield Piece(part.key, tuple(part.global_offset), sizes, tuple(part.global_shape))
+        yield StoredRegion(part.key, tuple(part.global_offset), sizes, tuple(part.global_shape))

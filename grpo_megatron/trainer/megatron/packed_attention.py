@@ -10,7 +10,7 @@ much longer than what is above, the queries of that are computed again with it, 
 than a mask, and dropped.
 
 With context parallelism a rank has the queries of its part of the row (`batching.row_split`), and
-gathers the keys and values of all parts: each of its pieces is a branch of all tokens before it."""
+gathers the keys and values of all parts: each of its spans is a branch of all tokens before it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -56,8 +56,8 @@ class RowPart:
 
     def segments(self) -> Iterator["_Segment"]:
         """Yield what is computed here, in the order of the row."""
-        for piece in self.split.pieces(self.rank):
-            yield _Segment(piece.above, piece.own)
+        for span in self.split.spans(self.rank):
+            yield _Segment(span.above, span.own)
 
 
 @dataclass(frozen=True)
