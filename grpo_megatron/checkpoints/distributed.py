@@ -147,16 +147,23 @@ def _asynchronous_save(described: dict[str, Any], directory: Path) -> Any:
     return dist_checkpointing.save(described, str(directory), **arguments)
 
 
+_WriteItem = Any
+"""Megatron's record of what a tensor is and where in its file it goes."""
+_Bucket = tuple[Path, str, tuple[list[Any], list[tuple[_WriteItem, torch.Tensor]]]]
+"""What Megatron writes into one file: its path, its key, and (objects, tensors)."""
+
+
 def _stage(request: Any) -> None:
-    """Replace the tensors that a request writes by copies in host memory."""
+    """Replace the tensors that a request writes by copies in host memory.
+
+    request: Megatron's `AsyncRequest`; the second of its three arguments is a list of `_Bucket`s
+    with the tensors as they are. Its `preload_fn` returns the same list with tensors in host
+    memory, which are the very same where they were there already."""
     if request.preload_fn is None:
         return
     _, buckets, _ = request.async_fn_args
-    originals = set()
-    for _, _, (_, tensors) in buckets:
-        for _, tensor in tensors:
-            originals.add(id(tensor))
-    staged = []
+    originals = {id(tensor) for tensor in _tensors_in(buckets)}
+    staged: list[_Bucket] = []
     for file, key, (objects, tensors) in request.preload_fn():
         copies = []
         for item, tensor in tensors:
@@ -165,6 +172,13 @@ def _stage(request: Any) -> None:
             copies.append((item, tensor))
         staged.append((file, key, (objects, copies)))
     buckets[:] = staged  # the writer has this list too
+
+
+def _tensors_in(buckets: Sequence[_Bucket]) -> Iterator[torch.Tensor]:
+    """Yield all tensors that are to be written."""
+    for _, _, (_, tensors) in buckets:
+        for _, tensor in tensors:
+            yield tensor
 
 
 def _writes_in_threads() -> bool:

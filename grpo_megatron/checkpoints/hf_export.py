@@ -162,7 +162,8 @@ def export_model(
         receivers.append(number % world)
     tensors = model.stream(entries, receivers)
     for file in target.files[rank::world]:
-        target.write(file, islice(tensors, len(file.entries)))
+        tensors_of_file = islice(tensors, len(file.entries))  # which come first: `_interleaved`
+        target.write(file, tensors_of_file)
     for _ in tensors:  # ranks that have all of theirs still take part in the gathers
         pass
     target.wait()
@@ -175,7 +176,10 @@ def export_model(
 
 def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> Iterator[tuple[int, int]]:
     """Yield file number and unit so that `world` files grow together: no rank waits for another's
-    file."""
+    file.
+
+    Rank r of `world` writes the files r, r + world, r + 2 world, ... What is yielded for these is
+    all of the first of them, in the order of its units, then all of the second, and so on."""
     for first in range(0, len(files), world):
         growing = [file.units for file in files[first : first + world]]
         for units in zip_longest(*growing):
