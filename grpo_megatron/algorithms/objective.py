@@ -97,7 +97,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     if o.credit != "none":
         credit = CREDITS[o.credit](o, log_diff.detach(), batch)
         losses = losses * credit
-        meter.mean("credit/mean", credit)
+        meter.set_mean("credit/mean", credit)
     losses = _regularised(objective, batch, losses, log_diff)
     weighted = batch.weights * losses
     loss = weighted.sum()
@@ -116,13 +116,13 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
         infinite=infinite,
         factor=factor,
     )
-    meter.stats.mean("loss/abs_terms", weighted.abs().sum(), 0.0, "sum")
+    meter.stats.set_mean("loss/abs_terms", weighted.abs().sum(), 0.0, "sum")
     meter.stats.masks = {**clipped, **rejected}
     if batch.replayed_masks is not None:
         changed = _masked_otherwise(batch, batch.replayed_masks, meter.stats.masks)
-        meter.mean("replay/decisions_changed", changed)
+        meter.set_mean("replay/decisions_changed", changed)
     if batch.weight_slopes is not None:
-        meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
+        meter.stats.set_mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
     return loss, meter.stats
 
 
@@ -143,8 +143,8 @@ def _clip_inputs(objective: Objective, batch: LossBatch) -> ClipInputs:
 
 def _router_shift(floor: float, shift: Tensor, meter: MetricRecorder) -> Tensor:
     """Return what ratios are multiplied by where routers have shifted, [n]: at least `floor`."""
-    meter.mean("router_shift/mean", shift)
-    meter.mean("router_shift/floored_fraction", shift < floor)
+    meter.set_mean("router_shift/mean", shift)
+    meter.set_mean("router_shift/floored_fraction", shift < floor)
     return shift.clamp(min=floor)
 
 

@@ -28,7 +28,9 @@ class Stats:
     masks: dict[str, Tensor] = field(default_factory=dict)
     """Which tokens were clipped or rejected, bool [n] of this micro-batch; never added up."""
 
-    def mean(self, name: str, total: Tensor, count: Tensor | float, unit: str = "tokens") -> None:
+    def set_mean(
+        self, name: str, total: Tensor, count: Tensor | float, unit: str = "tokens"
+    ) -> None:
         """Set a mean by its sum and what it is divided by, both scalars; unit "sum": a plain sum,
         whose count means nothing."""
         total = total.detach().double()
@@ -39,7 +41,7 @@ class Stats:
         self.means[name] = torch.stack([total, divisor])
         self.units[name] = unit
 
-    def maximum(self, name: str, values: Tensor) -> None:
+    def set_maximum(self, name: str, values: Tensor) -> None:
         """Set a maximum, of `values` of any shape; minus infinity of none."""
         values = values.detach().double()
         if values.numel():
@@ -101,7 +103,7 @@ class MetricRecorder:
                 "samples": sample_domain == numbers,
             }
 
-    def mean(
+    def set_mean(
         self, name: str, values: Tensor, unit: str = "tokens", where: Tensor | None = None
     ) -> None:
         """Record the mean of `values` ([n] or [S] by unit), of those with `where` only."""
@@ -110,21 +112,21 @@ class MetricRecorder:
         if where is not None:
             counts = where.double()
             values = torch.where(where, values, 0.0)
-        self.stats.mean(name, values.sum(), counts.sum(), unit)
+        self.stats.set_mean(name, values.sum(), counts.sum(), unit)
         if not self._domains:
             return
         here = self._is_of_domain[unit]
         totals = torch.where(here, values, 0.0).sum(1)
         counts_here = torch.where(here, counts, 0.0).sum(1)
         for label, total, count in zip(self._domains, totals, counts_here, strict=True):
-            self.stats.mean(f"{name}@{label}", total, count, unit)
+            self.stats.set_mean(f"{name}@{label}", total, count, unit)
 
-    def maximum(self, name: str, values: Tensor) -> None:
+    def set_maximum(self, name: str, values: Tensor) -> None:
         """Record the maximum of `values`, [n]."""
-        self.stats.maximum(name, values)
+        self.stats.set_maximum(name, values)
         for number, label in enumerate(self._domains):
             here = self._is_of_domain["tokens"][number]
-            self.stats.maximum(f"{name}@{label}", torch.where(here, values, -torch.inf))
+            self.stats.set_maximum(f"{name}@{label}", torch.where(here, values, -torch.inf))
 
 
 def measure(
@@ -149,47 +151,47 @@ def measure(
         _measure_mask(meter, "clip/region", anywhere, batch)
     for cause, mask in rejected.items():
         _measure_mask(meter, f"rejected/{cause}", mask, batch)
-    meter.mean("ratio/mean", ratio)
-    meter.mean("ratio/square", ratio.double() ** 2)
-    meter.maximum("ratio/max", ratio)
-    meter.mean("policy/entropy", batch.entropies)
-    meter.mean("advantage/abs_mean", batch.advantages.abs())
-    meter.mean("tokens/infinite_fraction", infinite)
+    meter.set_mean("ratio/mean", ratio)
+    meter.set_mean("ratio/square", ratio.double() ** 2)
+    meter.set_maximum("ratio/max", ratio)
+    meter.set_mean("policy/entropy", batch.entropies)
+    meter.set_mean("advantage/abs_mean", batch.advantages.abs())
+    meter.set_mean("tokens/infinite_fraction", infinite)
     if factor is not None:
-        meter.mean("weight/mean", factor)
-        meter.mean("weight/square", factor.double() ** 2)
+        meter.set_mean("weight/mean", factor)
+        meter.set_mean("weight/square", factor.double() ** 2)
     _mismatch(meter, batch)
     measure_move(meter, "update", log_diff, batch.advantages)
     logprobs = batch.logprobs.detach()
-    meter.mean("policy/logprob_positive", logprobs, where=batch.advantages > 0)
-    meter.mean("policy/logprob_negative", logprobs, where=batch.advantages < 0)
+    meter.set_mean("policy/logprob_positive", logprobs, where=batch.advantages > 0)
+    meter.set_mean("policy/logprob_negative", logprobs, where=batch.advantages < 0)
     if batch.ref_logprobs is not None:
         measure_kl(meter, "reference", batch.untruncated_logprobs.detach(), batch.ref_logprobs)
 
 
 def _measure_mask(meter: MetricRecorder, name: str, mask: Tensor, batch: LossBatch) -> None:
     """Measure the share of tokens under a mask, bool [n], and of samples with such a token."""
-    meter.mean(f"{name}_fraction", mask)
+    meter.set_mean(f"{name}_fraction", mask)
     of_samples = segment_sum(mask.float(), batch.sample, batch.token_counts) > 0
-    meter.mean(f"{name}_sample_fraction", of_samples, "samples")
+    meter.set_mean(f"{name}_sample_fraction", of_samples, "samples")
 
 
 def measure_kl(meter: MetricRecorder, area: str, logprobs: Tensor, other: Tensor) -> None:
     """Measure KL(policy || other) of the policy's samples, [n]; fp32 could not resolve a small
     k3."""
     difference = (other - logprobs).double()
-    meter.mean(f"{area}/k1", -difference)
-    meter.mean(f"{area}/k3", torch.expm1(bounded(difference)) - difference)
+    meter.set_mean(f"{area}/k1", -difference)
+    meter.set_mean(f"{area}/k3", torch.expm1(bounded(difference)) - difference)
 
 
 def measure_move(meter: MetricRecorder, area: str, log_diff: Tensor, advantages: Tensor) -> None:
     """Measure the old policy against the new one, and by how much right and wrong answers became
     likelier, which falls below 0 for right ones in lazy likelihood displacement (arXiv:2512.04220).
     log_diff: [n], new less old."""
-    meter.mean(f"{area}/k1", -log_diff)
-    meter.mean(f"{area}/k2", log_diff**2 / 2)
-    meter.mean(f"{area}/logprob_gain_positive", log_diff, where=advantages > 0)
-    meter.mean(f"{area}/logprob_gain_negative", log_diff, where=advantages < 0)
+    meter.set_mean(f"{area}/k1", -log_diff)
+    meter.set_mean(f"{area}/k2", log_diff**2 / 2)
+    meter.set_mean(f"{area}/logprob_gain_positive", log_diff, where=advantages > 0)
+    meter.set_mean(f"{area}/logprob_gain_negative", log_diff, where=advantages < 0)
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
@@ -212,9 +214,9 @@ def _mismatch(meter: MetricRecorder, batch: LossBatch) -> None:
     measure_kl(meter, "mismatch", batch.rollout_logprobs, batch.old_logprobs.detach())
     difference = (batch.old_logprobs.detach() - batch.rollout_logprobs).double()
     rho = bounded(difference).exp()
-    meter.mean("mismatch/abs_mean", difference.abs())
-    meter.maximum("mismatch/abs_max", difference.abs())
-    meter.mean("mismatch/exp_abs_mean", bounded(difference.abs()).exp())
-    meter.mean("mismatch/chi2", rho**2 - 1)
-    meter.mean("mismatch/rho/mean", rho)
-    meter.mean("mismatch/rho/square", rho**2)
+    meter.set_mean("mismatch/abs_mean", difference.abs())
+    meter.set_maximum("mismatch/abs_max", difference.abs())
+    meter.set_mean("mismatch/exp_abs_mean", bounded(difference.abs()).exp())
+    meter.set_mean("mismatch/chi2", rho**2 - 1)
+    meter.set_mean("mismatch/rho/mean", rho)
+    meter.set_mean("mismatch/rho/square", rho**2)

@@ -13,8 +13,8 @@ VALUES = st.lists(st.integers(-(1 << 20), 1 << 20).map(lambda n: n / 1024), max_
 
 def stats_of(values: list[float]) -> Stats:
     tensor, stats = torch.tensor(values, dtype=torch.float32), Stats()
-    stats.mean("mean", tensor.double().sum(), float(len(values)))
-    stats.maximum("max", tensor)
+    stats.set_mean("mean", tensor.double().sum(), float(len(values)))
+    stats.set_maximum("max", tensor)
     return stats
 
 
@@ -35,8 +35,8 @@ def test_means_and_maxima_are_those_of_all_values(parts):
 
 def test_gradients_are_not_kept():
     stats = Stats()
-    stats.mean("mean", torch.ones(3, requires_grad=True).sum(), 3.0)
-    stats.maximum("max", torch.ones(3, requires_grad=True))
+    stats.set_mean("mean", torch.ones(3, requires_grad=True).sum(), 3.0)
+    stats.set_maximum("max", torch.ones(3, requires_grad=True))
     assert not stats.means["mean"].requires_grad and not stats.maxima["max"].requires_grad
 
 

@@ -56,9 +56,9 @@ def compare(
     for engine, num_tokens in zip(*np.unique(of_tokens, return_counts=True), strict=True):
         for name, values in measured.items():
             total = torch.where(engines == engine, values, 0.0).sum()
-            stats.mean(_name(name, engine), total, float(num_tokens))
-    stats.mean("canary/abs_mean", diff.sum(), len(diff))
-    stats.maximum("canary/abs_max", diff)
+            stats.set_mean(_name(name, engine), total, float(num_tokens))
+    stats.set_mean("canary/abs_mean", diff.sum(), len(diff))
+    stats.set_maximum("canary/abs_max", diff)
     return stats
 
 

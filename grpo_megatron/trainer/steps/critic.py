@@ -150,8 +150,8 @@ class ValueLoss:
         losses = torch.where(is_counted, losses, 0.0)
         domain = to_device(self._batch.domains[samples], values.device)
         meter = MetricRecorder(domain[microbatch.sample], domain, self._domains)
-        meter.mean("critic/loss", losses, where=is_counted)
-        meter.mean("critic/clip_fraction", is_clipped.double(), where=is_counted)
+        meter.set_mean("critic/loss", losses, where=is_counted)
+        meter.set_mean("critic/clip_fraction", is_clipped.double(), where=is_counted)
         return losses.sum() / max(self._num_counted, 1), meter.stats
 
 

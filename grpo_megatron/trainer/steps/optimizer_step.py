@@ -196,7 +196,7 @@ def apply_gradients(policy: Policy, stats: Stats, *, gather: bool = True) -> Sta
         policy.gather_weights()
     grad_norm = float(grad_norm)
     _require_finite("gradient norm", grad_norm)
-    stats.mean("grad/norm", torch.tensor(grad_norm), 1.0, "update")
+    stats.set_mean("grad/norm", torch.tensor(grad_norm), 1.0, "update")
     return _as_means_of_updates(stats)
 
 
@@ -272,7 +272,7 @@ class _TrainingOutput:
         self, microbatch: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         loss, part = self.loss_function(microbatch, output)
-        part.mean("loss/value", loss, 0.0, "sum")
+        part.set_mean("loss/value", loss, 0.0, "sum")
         self.stats.add(part)
         return loss * self.loss_scale, {}
 

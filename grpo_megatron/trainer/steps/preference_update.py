@@ -83,11 +83,11 @@ class PreferenceLossFunction:
             labels = to_device(torch.from_numpy(self._table.reward[rows] == 1), sums.device)
             losses = _labelled_losses(self._settings, scores, labels, self._baseline)
             _measure_labels(meter, self._settings, scores.detach(), labels, self._baseline)
-        meter.mean("preference/loss", losses, "samples")
+        meter.set_mean("preference/loss", losses, "samples")
         loss = losses.sum() / self._num_items
         if self._settings.loss == "orpo":
             nll = -sums[0::2].sum() / self._num_chosen_tokens
-            meter.stats.mean("loss/nll", nll, 0.0, "sum")
+            meter.stats.set_mean("loss/nll", nll, 0.0, "sum")
             loss = loss + nll
         self._measure_gap(meter.stats, rows, sums.detach())
         return loss.float(), meter.stats
@@ -115,7 +115,7 @@ class PreferenceLossFunction:
             return
         reference = torch.from_numpy(self._table.components[REFERENCE][rows])
         gap = (sums - to_device(reference, sums.device)).abs().sum()
-        stats.mean(_GAP, gap, float(self._table.policy_lengths[rows].sum()), "tokens")
+        stats.set_mean(_GAP, gap, float(self._table.policy_lengths[rows].sum()), "tokens")
 
 
 def _labelled_losses(
@@ -137,14 +137,14 @@ def _measure_pairs(
     """Implicit rewards, beta times the scores, and log-probs. scores, sums: float64 [2 P]."""
     chosen = settings.reward_scale * scores[0::2]
     rejected = settings.reward_scale * scores[1::2]
-    meter.mean("preference/reward_chosen", chosen, "samples")
-    meter.mean("preference/reward_rejected", rejected, "samples")
-    meter.mean("preference/margin", chosen - rejected, "samples")
-    meter.mean("preference/accuracy", (chosen > rejected).double(), "samples")
+    meter.set_mean("preference/reward_chosen", chosen, "samples")
+    meter.set_mean("preference/reward_rejected", rejected, "samples")
+    meter.set_mean("preference/margin", chosen - rejected, "samples")
+    meter.set_mean("preference/accuracy", (chosen > rejected).double(), "samples")
     if settings.loss == "bradley_terry":
         return  # its scores are no log-probs
-    meter.mean("preference/logprob_chosen", sums[0::2], "samples")
-    meter.mean("preference/logprob_rejected", sums[1::2], "samples")
+    meter.set_mean("preference/logprob_chosen", sums[0::2], "samples")
+    meter.set_mean("preference/logprob_rejected", sums[1::2], "samples")
 
 
 def _measure_labels(
@@ -156,10 +156,10 @@ def _measure_labels(
 ) -> None:
     """Implicit rewards by label. scores: float64 [R]; labels: bool [R]."""
     rewards = settings.beta * scores
-    meter.mean("preference/reward_chosen", rewards, "samples", where=labels)
-    meter.mean("preference/reward_rejected", rewards, "samples", where=~labels)
+    meter.set_mean("preference/reward_chosen", rewards, "samples", where=labels)
+    meter.set_mean("preference/reward_rejected", rewards, "samples", where=~labels)
     is_right = (scores > baseline) == labels
-    meter.mean("preference/accuracy", is_right.double(), "samples")
+    meter.set_mean("preference/accuracy", is_right.double(), "samples")
 
 
 def train_preferences(
@@ -194,7 +194,7 @@ def train_preferences(
             _require_same_reference(config, stats)
         stats = apply_gradients(policy, stats)
         if has_baseline:
-            stats.mean("preference/baseline", torch.tensor(baseline), 1.0, "update")
+            stats.set_mean("preference/baseline", torch.tensor(baseline), 1.0, "update")
         by_update.append(stats)
         total.add(stats)
         updates.append(update)

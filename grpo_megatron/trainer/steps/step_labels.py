@@ -43,10 +43,10 @@ class StepLossFunction:
             self._domains,
         )
         is_right = labels > 0.5
-        meter.mean("preference/loss", losses)
-        meter.mean("preference/accuracy", ((logits > 0) == is_right).double())
-        meter.mean("preference/reward_chosen", logits, where=is_right)
-        meter.mean("preference/reward_rejected", logits, where=~is_right)
+        meter.set_mean("preference/loss", losses)
+        meter.set_mean("preference/accuracy", ((logits > 0) == is_right).double())
+        meter.set_mean("preference/reward_chosen", logits, where=is_right)
+        meter.set_mean("preference/reward_rejected", logits, where=~is_right)
         return (losses.sum() / self._num_steps).float(), meter.stats
 
 

@@ -68,7 +68,7 @@ def _likelihood_loss(
     """Return the weighted sum of `-log p` over the recorded completions' tokens."""
     stats = Stats()
     total_nll = -output[0].sum()
-    stats.mean("loss/nll", total_nll, float(output.size(1)))
+    stats.set_mean("loss/nll", total_nll, float(output.size(1)))
     return -_weighted_sum(weights, output[0]), stats
 
 
@@ -138,20 +138,20 @@ def _distillation_loss(
     logprobs, entropies = output[:2].unbind(0)
     log_rho = logprobs.detach() - microbatch.rollout_logprobs
     is_known = torch.isfinite(log_rho)
-    meter.mean("policy/entropy", entropies)
+    meter.set_mean("policy/entropy", entropies)
     if settings.samples == "policy":
-        meter.mean("mismatch/abs_mean", log_rho.abs(), where=is_known)
+        meter.set_mean("mismatch/abs_mean", log_rho.abs(), where=is_known)
     if settings.mode != "sampled":
         divergences = output[-1]
-        meter.mean("distillation/kl", divergences)
+        meter.set_mean("distillation/kl", divergences)
         return _weighted_sum(weights, divergences)
     advantages = _teacher_advantages(microbatch, logprobs.detach())
     rho = log_rho.exp()
     is_inside = rho >= config.objective.mismatch_min
     is_inside &= rho <= config.objective.mismatch_max
     is_inside &= is_known
-    meter.mean("distillation/kl", -advantages)
-    meter.mean("mismatch/rejected", (~is_inside).float())
+    meter.set_mean("distillation/kl", -advantages)
+    meter.set_mean("mismatch/rejected", (~is_inside).float())
     corrected = torch.where(is_inside, rho * advantages, 0.0)
     return -_weighted_sum(weights, corrected * logprobs)
 
