@@ -5,7 +5,7 @@
     step_000123/rollout-0.routes       their experts, where recorded (`batching.route_file`)
     step_000123/train.safetensors      one row a sample: where it is, its rewards
     step_000123/images/                files of images, by their digests (`batching.image_folder`)
-    step_000123/decisions-0.safetensors  what was clipped and rejected (`batching.decision_file`)
+    step_000123/decisions-0.safetensors  what was clipped and rejected (`batching.mask_file`)
 
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
 final name is whole. It carries samples to the trainer, is the crash log, and can be replayed."""
@@ -302,7 +302,8 @@ class SampleTable:
         """Return the columns of a sample's shard, and where in them the sample begins and ends."""
         columns = self._shard(int(self.shard[row]))
         index = self.index[row]
-        return columns, *columns[offsets][index : index + 2]
+        start, end = columns[offsets][index : index + 2]
+        return columns, start, end
 
     def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids int32 [T] and behaviour log-probs float32 [T], NaN at tokens of the

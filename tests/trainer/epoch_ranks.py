@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.objective import policy_loss
-from grpo_megatron.batching.decision_file import read_decisions, write_decisions
+from grpo_megatron.batching.mask_file import read_masks, write_masks
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
@@ -50,15 +50,15 @@ def train_epochs(
     config = recipe(setup, epochs, objective)
     table = SampleTable(Path(samples))
     if unmask_epoch is not None:
-        masks = read_decisions(table.directory, table.completion_lengths)
+        masks = read_masks(table.directory, table.completion_lengths)
         for name, mask in masks.items():
             if name.endswith(f"@epoch_{unmask_epoch}"):
                 mask[:] = False
         rows = torch.arange(len(table)).numpy()
-        write_decisions(table.directory, 0, 1, [(rows, masks)])
+        write_masks(table.directory, 0, 1, [(rows, masks)])
     training = Training(config, setup.policy, References(config), table, {}, replayed=replayed)
     report = training.run(FIRST_UPDATE, NUM_UPDATES)
-    found = read_decisions(table.directory, table.completion_lengths)
+    found = read_masks(table.directory, table.completion_lengths)
     masked = {name: int(mask.sum()) for name, mask in found.items()}
     return asdict(report) | {"masked": masked, "tensors": setup.gather(setup.shards)}
 

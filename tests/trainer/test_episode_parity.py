@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_megatron.batching.decision_file import read_decisions
 from grpo_megatron.batching.drift_file import read_drift
+from grpo_megatron.batching.mask_file import read_masks
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.types import Completion, RolloutGroup, Turn, VersionSpan
 from tests.trainer.episode_samples import (
@@ -288,7 +288,7 @@ def test_decisions_and_drift_are_of_policy_tokens(world1, world2, moe_model, lay
     assert again["metrics"]["replay/decisions_changed"] == 0
     np.testing.assert_allclose(again["losses"], first["losses"], rtol=1e-6, atol=1e-8)
     table = SampleTable(Path(samples))
-    decisions = read_decisions(table.directory, table.policy_lengths)
+    decisions = read_masks(table.directory, table.policy_lengths)
     assert any(mask.any() for mask in decisions.values())
     assert {len(mask) for mask in decisions.values()} == {table.policy_lengths.sum()}
     drift = read_drift(table.directory, table.policy_lengths)

@@ -25,8 +25,8 @@ from grpo_megatron.algorithms.batch import Advantages, LossConstants, ValueTarge
 from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_size import effective_share, rate_factor
 from grpo_megatron.algorithms.value_loss import measured
-from grpo_megatron.batching.decision_file import read_decisions, write_decisions
 from grpo_megatron.batching.drift_file import write_drift
+from grpo_megatron.batching.mask_file import read_masks, write_masks
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.passes import loss_columns, takes_old_pass
 from grpo_megatron.config.run import RunConfig
@@ -459,7 +459,7 @@ class Training:
             return
         if not optimizer_step.is_output_rank():
             return
-        write_decisions(
+        write_masks(
             self.table.directory,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
@@ -594,5 +594,5 @@ for a column is gathered by all of them together."""
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:
     """Return who was clipped or rejected when the step was first trained, bool [n] by name."""
-    found = read_decisions(table.directory, table.policy_lengths)
+    found = read_masks(table.directory, table.policy_lengths)
     return {name: torch.from_numpy(flags) for name, flags in found.items()}

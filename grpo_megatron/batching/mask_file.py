@@ -2,7 +2,8 @@
 
     step_000123/decisions-0.safetensors  `rows` int64 [S]; per name, packed bits of their tokens
 
-The trainer writes one for each data-parallel rank; a replay follows them."""
+The trainer writes one for each data-parallel rank; a replay follows them. The files are called
+decisions, as in stores that were written before."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from grpo_megatron.batching.ragged import concatenate, offsets
 from grpo_megatron.errors import DataError
 
 
-def write_decisions(
+def write_masks(
     directory: Path,
     rank: int,
     num_ranks: int,
@@ -42,8 +43,8 @@ def write_decisions(
     write_columns(directory / f"decisions-{rank}.safetensors", columns)
 
 
-def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Recorded masks of the whole step in the order of its table, bool [n] by name.
+def read_masks(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the masks of the whole step in the order of its table, bool [n] by name.
 
     Raises DataError when they belong to another step. lengths: policy tokens, int64 [N]."""
     starts = offsets(lengths)
