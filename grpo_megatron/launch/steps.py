@@ -43,6 +43,8 @@ from grpo_megatron.rundir import RunDir, engine_name, engine_number
 
 GRACE_S = 5.0
 _LOOK_S = 18.0  # with the start of a step
+_SHARED_FILE_PROBE = "shared-file-probe"
+"""Name of a file that all nodes must see, and of the steps that look for it."""
 # "srun: error: node2: task 1: Exited with exit code 6", "…: tasks 0-3: Killed"
 _TASK_ENDED = re.compile(r"tasks? (\d+)[^:]*: (?:Exited with exit code (\d+)|(\w+))")
 _SIGNALS = {"Killed": 137, "Terminated": 143, "Aborted": 134, "Segmentation": 139}
@@ -104,11 +106,15 @@ class SlurmSteps:
         """Have every node read a file that this one writes into the run directory.
 
         Raises SetupError with the nodes that see none, or another directory."""
-        shared_file = self.run_dir.endpoints / "canary"
+        shared_file = self.run_dir.endpoints / _SHARED_FILE_PROBE
         shared_file.touch()
         for nodes in self.components:
             done = subprocess.run(
-                [*self._srun(nodes, 1, "--job-name=canary"), "cat", str(shared_file)],
+                [
+                    *self._srun(nodes, 1, f"--job-name={_SHARED_FILE_PROBE}"),
+                    "cat",
+                    str(shared_file),
+                ],
                 text=True,
                 check=False,
                 capture_output=True,

@@ -633,9 +633,10 @@ def test_what_is_no_run_gets_no_lock(tmp_path, capsys):
             "srun starts no step: srun: error: Unable to create step",
         ),
         (
-            "pyxis: importing docker image\n/usr/bin/cat: /x/canary: No such file or directory\n"
+            "pyxis: importing docker image\n"
+            "/usr/bin/cat: /x/shared-file-probe: No such file or directory\n"
             "srun: error: node2: task 0: Exited with exit code 1",
-            "node2 cannot read what another wrote: /x/canary: No such file",
+            "node2 cannot read what another wrote: /x/shared-file-probe: No such file",
         ),
         ("", "srun starts no step"),
     ],
