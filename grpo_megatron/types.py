@@ -65,7 +65,8 @@ groups, D domains."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -286,14 +287,24 @@ class KeptCounts(NamedTuple):
     num_missing: int  # tokens of which they are not
 
 
+class Shard(Protocol):
+    """A file in which completions lie, a `batching.spool.StoredShard`. It stays on the disk for as
+    long as one of its completions is known."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoredCompletion:
     """A completion that lies in a shard: what the controller knows about it. Its log-probs, routes
     and kept ids stay in the shard. Token ids and text are read from its files each time they are
     asked for."""
 
-    shard: Any
-    """The `batching.spool.StoredShard` whose sample number `index` it is."""
+    shard: Shard
+    """Whose sample number `index` it is."""
     index: int
     num_tokens: int
     versions: tuple[VersionSpan, ...]  # cover [0, num_tokens) without gaps

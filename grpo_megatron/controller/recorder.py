@@ -59,8 +59,10 @@ def record_step(
         group = scored.group
         for reward, completion in zip(scored.rewards, group.completions, strict=True):
             for sequence in completion.sequences:
+                shard = sequence.shard
+                assert isinstance(shard, StoredShard)  # what was sampled is spooled first
                 row = SampleRow(
-                    shard=numbers.setdefault(sequence.shard, len(numbers)),
+                    shard=numbers.setdefault(shard, len(numbers)),
                     index=sequence.index,
                     group=number,
                     update=number * min(num_updates, len(groups)) // len(groups),

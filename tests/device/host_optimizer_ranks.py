@@ -8,11 +8,11 @@ from grpo_megatron.config.trainer import OptimizerConfig
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.trainer.megatron.policy import describe_kernels, state_tensors
+from grpo_megatron.trainer.megatron.policy import describe_kernels
 from grpo_megatron.trainer.megatron.static_bytes import static_bytes_of
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
 from tests.checkpoints.checkpoint_ranks import _train
-from tests.trainer.trainer_ranks import Setup
+from tests.trainer.trainer_ranks import Setup, state_tensors
 
 
 def where_state_is(model: str, layout: dict[str, Any]) -> dict[str, Any]:

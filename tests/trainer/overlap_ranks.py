@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import distributed as ddp
 
-from grpo_megatron.trainer.megatron.policy import state_tensors
 from grpo_megatron.trainer.steps.optimizer_step import (
     apply_gradients,
     compute_gradients,
     logprob_pass,
 )
-from tests.trainer.trainer_ranks import Setup, loss_of
+from tests.trainer.trainer_ranks import Setup, loss_of, state_tensors
 
 BUCKET_ELEMENTS = 1000
 """So that a tiny model has several buckets, which are gathered one after another."""

@@ -59,6 +59,15 @@ def release(policy: Policy) -> None:
         chunk.__dict__.clear()
 
 
+def state_tensors(policy: Policy) -> list[torch.Tensor]:
+    """List parameters and buffers of this rank's model, in a fixed order."""
+    tensors = []
+    for model in policy.models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensors.append(tensor.data)
+    return tensors
+
+
 class Setup:
     """A policy at one layout, started from a Hugging Face checkpoint."""
 

@@ -213,15 +213,6 @@ def adapter_tensors(policy: Policy) -> list[torch.nn.Parameter]:
     return parameters
 
 
-def state_tensors(policy: Policy) -> list[torch.Tensor]:
-    """List parameters and buffers of this rank's model, in a fixed order."""
-    tensors = []
-    for model in policy.models:
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensors.append(tensor.data)
-    return tensors
-
-
 def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
     """Say what the parameters of the model are in Hugging Face's checkpoints.
 
