@@ -152,8 +152,8 @@ def trained_policy(config: RunConfig, model_path: Path) -> Policy:
         read_config(model_path),
         config.trainer,
         config.optimizer,
-        config.routing.router_policy,
-        config.rollout.temperature,
+        router_policy=config.routing.router_policy,
+        temperature=config.rollout.temperature,
     )
     import_weights(policy.sharded, model_path)
     policy.optimizer.reload_model_params()  # its fp32 copies follow

@@ -81,11 +81,11 @@ def loss_constants(
     if o.off_policy_mask == "m2po":
         outlying = outlying_tokens(o, batch, advantages, rows)
     return LossConstants(
-        batch,
-        advantages,
-        weights,
-        weight_slopes,
-        turns,
+        batch=batch,
+        advantages=advantages,
+        weights=weights,
+        weight_slopes=weight_slopes,
+        turns=turns,
         positive_weights=positive_weights,
         low_entropy=low_entropy,
         covariant=covariant,

@@ -198,11 +198,11 @@ def spool_groups(
         if order.places != [[number] for number in range(len(samples))]:
             places = order.places
         return ShardReport(
-            entry,
-            _column_start(path, "completion_ids"),
-            samples,
-            _column_start(path, "prompt_ids"),
-            places,
+            entry=entry,
+            tokens_start=_column_start(path, "completion_ids"),
+            samples=samples,
+            prompts_start=_column_start(path, "prompt_ids"),
+            sequences=places,
         )
 
 
@@ -246,16 +246,16 @@ def _record(
         if math.isfinite(value):
             outcome_metrics[name] = float(value)
     return SampleRecord(
-        sequence.num_tokens,
-        sequence.finish_reason,
-        versions,
-        sequence.kept_counts,
-        text_start,
-        text_size,
-        turns,
-        _known(sequence.outcome),
-        own_prompt,
-        outcome_metrics,
+        num_tokens=sequence.num_tokens,
+        finish_reason=sequence.finish_reason,
+        versions=versions,
+        kept=sequence.kept_counts,
+        text_start=text_start,
+        text_size=text_size,
+        turns=turns,
+        outcome=_known(sequence.outcome),
+        own_prompt=own_prompt,
+        outcome_metrics=outcome_metrics,
     )
 
 

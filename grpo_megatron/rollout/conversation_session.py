@@ -202,15 +202,15 @@ class ConversationSession:
         if max_tokens is not None:
             left = min(left, max_tokens)
         return _Request(
-            turns,
-            state,
-            builder,
-            between,
-            num_before,
-            left,
-            is_cut_by_program,
-            self.num_turns,
-            self._seed_of(state.token_ids),
+            turns=turns,
+            state=state,
+            builder=builder,
+            between_ids=between,
+            num_before=num_before,
+            num_allowed=left,
+            is_cut_by_program=is_cut_by_program,
+            turn=self.num_turns,
+            seed=self._seed_of(state.token_ids),
         )
 
     def _require_turns_and_time(self) -> None:

@@ -153,15 +153,22 @@ class WorkerService:
 def _prompt_of(asked: ChunkPrompt) -> Prompt:
     problem = asked.problem
     if problem is None:
-        return Prompt(asked.prompt_id, asked.domain, "", asked.token_ids, "", images=asked.images)
+        return Prompt(
+            prompt_id=asked.prompt_id,
+            domain=asked.domain,
+            text="",
+            token_ids=asked.token_ids,
+            answer="",
+            images=asked.images,
+        )
     return Prompt(
-        asked.prompt_id,
-        asked.domain,
-        "",
-        asked.token_ids,
-        problem.answer,
-        problem.metadata,
-        problem.question,
+        prompt_id=asked.prompt_id,
+        domain=asked.domain,
+        text="",
+        token_ids=asked.token_ids,
+        answer=problem.answer,
+        metadata=problem.metadata,
+        question=problem.question,
     )
 
 

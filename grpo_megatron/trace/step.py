@@ -113,10 +113,10 @@ def _build(config: RunConfig, hf: dict[str, Any]) -> Policy:
         hf,
         config.trainer,
         config.optimizer,
-        config.routing.router_policy,
-        temperature,
-        lora_of(config),
-        config.seed,
+        router_policy=config.routing.router_policy,
+        temperature=temperature,
+        lora=lora_of(config),
+        seed=config.seed,
     )
     create_adam_state(policy.optimizer)  # there from the second step on
     policy.gather_weights()  # as at the end of every update

@@ -40,7 +40,7 @@ def real_bytes(
             hf,
             layout,
             OptimizerConfig(),
-            router_policy,
+            router_policy=router_policy,
             lora=adapters,
             has_value_head=head_beside,
             trains=trains,

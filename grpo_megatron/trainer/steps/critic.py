@@ -193,7 +193,7 @@ def build_critic(config: RunConfig, settings: CriticConfig, policy: Policy) -> C
         policy.hf,
         config.trainer,
         settings.optimizer,
-        config.routing.router_policy,
+        router_policy=config.routing.router_policy,
         seed=config.seed,
         num_scalars=1,
     )
