@@ -96,7 +96,7 @@ def test_the_last_server_of_a_domain_ends_the_run(tmp_path, monkeypatch):
     def meddle(run):
         kill(run, "environment-0")
         kill(run, "environment-1")
-        wait_until(lambda: run.supervisor.watcher._closed.is_set())
+        wait_until(lambda: run.supervisor.processes.watcher._closed.is_set())
 
     with pytest.raises(EpisodeError) as caught:
         run.with_meddling(meddle)
@@ -116,7 +116,9 @@ def test_one_that_dies_at_every_start_ends_the_run_at_the_limit(tmp_path, monkey
     run.supervisor.roles.replica = dies
 
     def until_the_end(run):
-        wait_until(lambda: (watcher := run.supervisor.watcher) and watcher._closed.is_set())
+        wait_until(
+            lambda: (watcher := run.supervisor.processes.watcher) and watcher._closed.is_set()
+        )
 
     with pytest.raises(EngineError) as caught:
         run.with_meddling(until_the_end, all_start=False)

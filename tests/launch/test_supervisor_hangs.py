@@ -111,7 +111,9 @@ def test_a_stopped_trainer_rank_ends_the_run_with_its_name(tmp_path, monkeypatch
     never = ["trainer.max_restarts=0"]
     run = Run(tmp_path, monkeypatch, kill_after_s=1.0, replace_after_s=1.0, flags=never)
     with pytest.raises(TrainerError) as caught:
-        run.with_meddling(stop("trainer-1", lambda run: run.supervisor.watcher._closed.is_set()))
+        run.with_meddling(
+            stop("trainer-1", lambda run: run.supervisor.processes.watcher._closed.is_set())
+        )
     assert caught.value.exit_code == 6
     assert "trainer-1, in Train step_000003, has given no sign of life" in caught.value.message
     assert "it is stopped" in caught.value.message
@@ -125,7 +127,9 @@ def test_a_stopped_trainer_rank_ends_the_run_with_its_name(tmp_path, monkeypatch
 def test_a_stopped_controller_too(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch, kill_after_s=1.0, replace_after_s=1.0)
     with pytest.raises(GrpoMegatronError) as caught:
-        run.with_meddling(stop("controller", lambda run: run.supervisor.watcher._closed.is_set()))
+        run.with_meddling(
+            stop("controller", lambda run: run.supervisor.processes.watcher._closed.is_set())
+        )
     assert (
         caught.value.exit_code == 1
         and "controller, in Train step_000003, has given no sign" in caught.value.message

@@ -98,7 +98,7 @@ def test_the_limit_ends_the_run_with_the_rank_and_its_exit_code(tmp_path, monkey
         kill_rank(run)
         wait_until(lambda: len(run.events("restarted")) == len(BEGIN_AGAIN) - 1)
         kill_rank(run)
-        wait_until(run.supervisor.watcher._closed.is_set)
+        wait_until(run.supervisor.processes.watcher._closed.is_set)
 
     with pytest.raises(TrainerError) as caught:
         run.with_meddling(meddle)
@@ -131,7 +131,7 @@ def test_a_stop_in_the_pause_ends_the_run(tmp_path, monkeypatch):
 
     def meddle(run):
         kill_rank(run)
-        wait_until(lambda: not run.supervisor.controller.alive)
+        wait_until(lambda: not run.supervisor.processes.controller.alive)
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert run.with_meddling(meddle) == 130
