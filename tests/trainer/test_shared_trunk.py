@@ -142,10 +142,17 @@ def test_tied_embeddings(world1, world2, tied_model, samples, layout):
 # --- checkpoints
 
 
+ADAPTERS = {"rank": 2}
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"lora": {"rank": 2}}, {"cold_start": COLD}, {"cold_start": COLD, "lora": {"rank": 2}}],
-    ids=["whole", "adapters", "cold_start", "adapters_after_a_cold_start"],
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"cold_start": COLD, "lora": ADAPTERS}, id="adapters_after_a_cold_start"),
+        pytest.param({"lora": ADAPTERS}, id="adapters", marks=pytest.mark.matrix),
+        pytest.param({"cold_start": COLD}, id="cold_start", marks=pytest.mark.matrix),
+    ],
 )
 @pytest.mark.parametrize("layout", rest_in_matrix(LAYOUTS_2, ("pp2",)))
 def test_a_resume_goes_on_bit_for_bit(world2, moe_model, three_updates, tmp_path, layout, settings):
