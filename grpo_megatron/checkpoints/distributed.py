@@ -272,7 +272,7 @@ def _take_rates(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
 
     saved: of one optimizer, or of several by their places; groups: of the optimizer, which has one
     rate for all."""
-    if not isinstance(saved, Mapping):
+    if not isinstance(saved, Mapping) or not groups:  # without groups nothing is trained here
         return
     for key, value in saved.items():
         if key == "param_groups":

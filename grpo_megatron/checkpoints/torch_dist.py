@@ -27,6 +27,7 @@ from grpo_megatron.weights.low_rank import addend_of_dora, low_rank_product, mer
 from grpo_megatron.weights.parameters import (
     ADAPTERS,
     CARRIED,
+    VALUE_HEAD,
     VOCABULARY,
     Parameter,
     carried_parameter,
@@ -96,7 +97,7 @@ class MegatronSource:
         found: dict[str, hf_import.Shape] = {}
         for key in sorted(self.stored):
             shape = tuple(self.stored[key].size)
-            if key.startswith("optimizer."):
+            if key.startswith(("optimizer.", VALUE_HEAD)):
                 continue
             if key.startswith(ADAPTERS):
                 self._adapters.add(key)

@@ -1,6 +1,7 @@
 """How model families write calls of tools in a reply: the names of formats, by which parsers are
 chosen, and the signs by which one finds a call in a text and a format in a chat template."""
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -58,6 +59,8 @@ _GLM_WHOLE = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 
+_PYTHON_TAG = "<|python_tag|>"
+_JSON = json.JSONDecoder()
 _LLAMA_CALL = re.compile(r'<\|python_tag\|>|\{\s*+"(?:type|name|parameters|arguments)"')
 
 FORMATS = {
@@ -156,13 +159,48 @@ def other_format(name: str, template: ChatTemplate) -> str | None:
 
 def split_thought(name: str, text: str) -> tuple[str, str]:
     """Return the thought of a reply with its end, and the rest. A thought that does not end is all
-    of the reply; an end that stands behind the beginning of a call is a part of that call."""
+    of the reply; an end within a call is a part of that call, and calls within a thought are none.
+    """
     if text.lstrip().startswith(THOUGHT_BEGIN):
         thought, end, answer = text.partition(THOUGHT_END)
         return thought + end, answer
-    before = text[: _first_call(name, text)]
-    thought, end, _ = before.rpartition(THOUGHT_END)
-    return thought + end, text[len(thought + end) :]
+    place = text.rfind(THOUGHT_END)
+    while place >= 0 and _is_within_call(name, text, place):
+        place = text.rfind(THOUGHT_END, 0, place)
+    if place < 0:
+        return "", text
+    end_of_thought = place + len(THOUGHT_END)
+    return text[:end_of_thought], text[end_of_thought:]
+
+
+def _is_within_call(name: str, text: str, place: int) -> bool:
+    """Whether a place in a reply is inside of a call that began before it and ends after it."""
+    if name == "llama3_json":
+        return _is_within_json_call(text, place)
+    written = FORMATS.get(name, CallFormat())
+    if not written.each_end:  # signs are tokens of their own: a thought cannot mention them
+        first = _opening_of(name, text)
+        return first is not None and first < place
+    begin = text.rfind(written.each, 0, place)
+    end = text.find(written.each_end, place)
+    if begin < 0 or end < 0:
+        return False
+    ended_before = text.find(written.each_end, begin, place) >= 0
+    began_behind = text.find(written.each, place, end) >= 0  # then the first one was only mentioned
+    return not ended_before and not began_behind
+
+
+def _is_within_json_call(text: str, place: int) -> bool:
+    for found in _LLAMA_CALL.finditer(text, 0, place):
+        if found[0] == _PYTHON_TAG:
+            return True
+        try:
+            _, end = _JSON.raw_decode(text, found.start())
+        except (ValueError, RecursionError):
+            continue
+        if end > place:
+            return True
+    return False
 
 
 def begins_call(name: str, text: str) -> bool:
@@ -224,15 +262,6 @@ def text_before_calls(name: str, text: str) -> str:
 def example_of(name: str) -> str:
     """Return how a call is written; empty for formats that are known by name only."""
     return FORMATS.get(name, CallFormat()).example
-
-
-def _first_call(name: str, text: str) -> int | None:
-    if name != "llama3_json":
-        return _opening_of(name, text)
-    found = _LLAMA_CALL.search(text)
-    if found is None:
-        return None
-    return found.start()
 
 
 def _opening_of(name: str, text: str, behind: int = 0) -> int | None:

@@ -19,10 +19,11 @@ from grpo_megatron.rewards.argument_checks import check_number, check_tags, chec
 from grpo_megatron.rewards.registry import needs
 from grpo_megatron.rewards.sandbox import MIB, Limits
 
-_FENCE = re.compile(
-    r"\s*(?P<item>(?:[-*+]|\d{1,3}[.)])\s+)?(?P<ticks>`{3,})\s*(?P<language>[\w{][^`]*)?"
-)
+_FENCE = re.compile(r"\s*(?P<item>(?:[-*+]|\d{1,3}[.)])\s+)?(?P<ticks>`{3,})(?P<rest>[^`]*)")
 """A line that opens or closes a block of code, maybe as the beginning of an item of a list."""
+_LANGUAGE = re.compile(r"\s*(?:[\w+#.-]*\w[+#]*|(?=\{))(?:\s*\{.*\}|(?:\s+[\w-]+=\S+)+)?\s*")
+"""What stands behind the backticks that open a block, and behind none that close one: a word, maybe
+with attributes."""
 _INSIDE = {"/inside.py": Path(__file__).with_name("inside.py").read_text()}
 
 
@@ -153,8 +154,8 @@ def last_code_block(completion: str) -> str:
     """Return the content of the last closed block between lines of three or more backticks, or
     nothing; without the indentation of the line that opens it.
 
-    Backticks alone close a block. With a word behind them they open one, also where the one before
-    was left open."""
+    A word behind the backticks opens a block, also where the one before was left open; other
+    backticks close the block that is open, whatever stands behind them."""
     lines = completion.splitlines()
     program = ""
     opening: re.Match[str] | None = None
@@ -163,19 +164,25 @@ def last_code_block(completion: str) -> str:
         fence = _FENCE.fullmatch(line)
         if fence is None:
             continue
-        if opening is None or fence["language"]:
+        has_language = fence["rest"].strip() and _LANGUAGE.fullmatch(fence["rest"])
+        if opening is None or has_language:
             opening = fence
             start = number + 1
         elif not fence["item"] and len(fence["ticks"]) >= len(opening["ticks"]):
             block = lines[start:number]
-            program = "\n".join(_without_indent(line, opening.start("ticks")) for line in block)
+            program = "\n".join(_without_indent(block, opening.start("ticks")))
             opening = None
     return program
 
 
-def _without_indent(line: str, width: int) -> str:
-    indented = line[:width]
-    return indented.lstrip() + line[width:]
+def _without_indent(block: Sequence[str], width: int) -> list[str]:
+    """Return the lines of a block without the indentation of its fence, if they have it."""
+    for line in block:
+        if line.strip():
+            if line[:width].strip():
+                return list(block)
+            break
+    return [line[:width].lstrip() + line[width:] for line in block]
 
 
 def _lines(text: str) -> list[str]:

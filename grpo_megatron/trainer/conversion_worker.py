@@ -51,9 +51,9 @@ from grpo_megatron.weights.tensor_entry import digest_tensor
 
 _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0
+"""Ranks wait for the slowest one between phases."""
 _EXPERT_BIAS = ".expert_bias"
 """Ends the name of the biases by which a router chooses: rounded ones choose other experts."""
-"""Ranks wait for the slowest one between phases."""
 
 Source = hf_import.HFSource | torch_dist.MegatronSource
 Target = hf_export.HFTarget | torch_dist.MegatronTarget

@@ -31,7 +31,8 @@ CARRIED = "carried."
 ADAPTERS = "adapters."
 """Begins the names of parameters of adapters in a checkpoint; PEFT's names follow."""
 _ADAPTERS_IN_MODEL = ".adapters."
-_VALUE_HEAD = "value_head."
+VALUE_HEAD = "value_head."
+"""Begins the name of the head of a critic on the policy's layers."""
 _LAYER = "decoder.layers.{layer}."
 _EXPERT = re.compile(r"(\.experts\.)\d+\.")
 _KINDS = {
@@ -45,7 +46,7 @@ _KINDS = {
 def is_beside_weights(name: str) -> bool:
     """Whether a parameter of Megatron's model is none of the language model's, but of an adapter or
     of the head of a critic."""
-    return _ADAPTERS_IN_MODEL in name or name.startswith(_VALUE_HEAD)
+    return _ADAPTERS_IN_MODEL in name or name.startswith(VALUE_HEAD)
 
 
 _NUM_TENSORS = {"qkv": 3, "gate_up": 2}

@@ -75,8 +75,9 @@ def test_a_format_known_by_name_only_leaves_it_to_its_parser():
         ("hermes", "<think>a", "<think>a"),
         ("hermes", "\n<think>a</think>b</think>c", "\n<think>a</think>"),
         ("hermes", "a</think>b</think>c", "a</think>b</think>"),
-        ("hermes", "a</think>b<tool_call>c</think>", "a</think>"),
-        ("hermes", "<tool_call></think>", ""),
+        ("hermes", "a</think>b<tool_call>c</think></tool_call>", "a</think>"),
+        ("hermes", "<tool_call></think></tool_call>", ""),
+        ("hermes", "<tool_call></think>", "<tool_call></think>"),  # only mentioned
         ("llama3_json", 'a {b}</think>{"name": "</think>"}', "a {b}</think>"),
         ("llama3_json", "<|python_tag|></think>", ""),
         ("pythonic", "a</think>[f()]", "a</think>"),
@@ -92,3 +93,22 @@ def test_calls_are_counted_outside_of_one_another():
     assert num_begun_calls("qwen3_coder", example_of("qwen3_coder") * 3) == 3
     assert num_begun_calls("kimi_k2", "<|tool_call_begin|>" * 2) == 2
     assert num_begun_calls("mistral", "[TOOL_CALLS]") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "thought", "answer"),
+    [
+        ("hermes", "I should <tool_call> with add.\n</think>", "\n\nThe answer is 2."),
+        ("glm45", "a <tool_call>f</tool_call> as a draft</think>", "2"),
+        ("hermes", "", '<tool_call>\n{"arguments": {"x": "of </think>"}}\n</tool_call>'),
+        ("hermes", "a <tool_call></think>", '<tool_call>{"x": "</think>"}</tool_call>'),
+        ("qwen3_coder", "<function=f> comes</think>", "<function=g></function>"),
+        ("llama3_json", 'not {"name": "f", "parameters": {}}</think>', "2"),
+        ("llama3_json", "", '{"name": "f", "parameters": {"x": "</think>"}}'),
+        ("mistral", "of</think>", "b[TOOL_CALLS][</think>]"),
+    ],
+)
+def test_a_thought_ends_outside_of_calls(name, thought, answer):
+    """Templates may open it in the prompt; calls that it mentions are none, and what a call quotes
+    ends nothing."""
+    assert split_thought(name, thought + answer) == (thought, answer)

@@ -250,6 +250,25 @@ def test_last_code_block(completion, code):
     assert last_code_block(completion) == code
 
 
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("```python\nprint(1)\n``` This prints 1.", "print(1)"),
+        ("```python\nprint(1)\n```.", "print(1)"),
+        ("```python\nprint(1)\n```</answer>", "print(1)"),
+        ("- ```python\ndef f():\n  return 1\n```", "def f():\n  return 1"),
+        ("1. ```python\n   x = 1\n   y = 2\n   ```", "x = 1\ny = 2"),
+        ('```python title="x.py"\nq = 2\n```', "q = 2"),
+        ("```{.python}\nq = 1\n```", "q = 1"),
+        ("```c++\nint x;\n```", "int x;"),
+    ],
+)
+def test_what_stands_behind_a_fence_and_before_a_line(completion, program):
+    """Words behind the backticks that close a block do not open another one, and only lines that
+    have the fence's indentation lose it."""
+    assert last_code_block(completion) == program
+
+
 def test_a_guess_in_the_thought_is_no_answer():
     for reward in (exact_match, numeric_match):
         assert reward("5? No.</think> 7", "7", think_tag="think") == 1

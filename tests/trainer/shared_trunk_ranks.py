@@ -18,7 +18,10 @@ from grpo_megatron.errors import CheckpointError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
+from grpo_megatron.trainer.conversion_worker import ConversionJob
+from grpo_megatron.trainer.conversion_worker import run as convert
 from grpo_megatron.trainer.lora.peft_format import adapter_model
+from grpo_megatron.trainer.megatron.process_groups import RankInfo
 from grpo_megatron.trainer.requests import (
     ExportModel,
     LoadCheckpoint,
@@ -36,6 +39,7 @@ from tests.integration import trainer_side
 from tests.trainer.critic_ranks import without_times
 from tests.trainer.lora_ranks import draw_adapters, gathered
 from tests.trainer.trainer_ranks import OPTIMIZER, Setup
+from tests.trainer.worker_group import fresh_store
 
 HEAD = "value_head.weight"
 
@@ -190,6 +194,9 @@ def resume(
     is_equal = all(torch.equal(one, other) for one, other in pairs)
     export = Path(root) / "export"
     trainer_side.execute(ExportModel(export))
+    converted = Path(root) / "converted"
+    job = ConversionJob(str(directory), str(converted), to="hf", layout=layout, probe=False)
+    convert(job, RankInfo.from_environment(), fresh_store())
     return {
         "loaded": loaded,
         "found": found,
@@ -197,6 +204,7 @@ def resume(
         "is_equal": is_equal,
         "folders": sorted(path.name for path in directory.iterdir() if path.is_dir()),
         "export": str(export),
+        "converted": str(converted),
     }
 
 

@@ -168,11 +168,12 @@ def test_a_resume_goes_on_bit_for_bit(world2, moe_model, three_updates, tmp_path
     assert found["found"] == found["expected"]
     assert found["is_equal"]
     assert found["folders"] == ["weights"]
-    exported = set()
-    for file in Path(found["export"]).glob("*.safetensors"):
-        with safe_open(file, "numpy") as tensors:
-            exported |= set(tensors.keys())
-    assert [name for name in exported if "head" in name] == ["lm_head.weight"]
+    for directory in (found["export"], found["converted"]):
+        names = set()
+        for file in Path(directory).glob("*.safetensors"):
+            with safe_open(file, "numpy") as tensors:
+                names |= set(tensors.keys())
+        assert [name for name in names if "head" in name] == ["lm_head.weight"]
 
 
 def test_checkpoints_with_and_without_a_head_are_told_apart(world1, moe_model, tmp_path):
