@@ -5,22 +5,35 @@ import pytest
 
 from tests.e2e import runs
 from tests.e2e.test_hangs import wait_for
-from tests.e2e.test_rejoin import kill_in, more_steps, reference, start
+from tests.e2e.test_rejoin import ENDLESS, kill_in, more_steps, pid_of, reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(3600)]
 
-KILLS = [
-    ("trainer-1", "rollout"),  # before there is a checkpoint
-    ("trainer-0", "train"),
-    ("trainer-1", "publish"),
-]
+HELD = ""
+"""The run is held there, after two steps: before there is a checkpoint."""
+KILLS = [("trainer-1", HELD), ("trainer-0", "train"), ("trainer-1", "publish")]
 
 
 def test_training_begins_again_whenever_a_rank_is_killed_until_the_limit(tmp_path):
-    settings = ("checkpoint.interval=4", f"trainer.max_restarts={len(KILLS)}")
-    run, process = start(tmp_path, "killed", *settings)
+    run = tmp_path / "killed"
+    process = runs.start(
+        "train",
+        runs.RECIPE,
+        f"runs_dir={tmp_path}",
+        f"name={run.name}",
+        *ENDLESS,
+        *runs.HELD,
+        "checkpoint.interval=4",
+        f"trainer.max_restarts={len(KILLS)}",
+        environment=runs.hold(run, 2),
+    )
+    runs.wait_for_steps(run, 2, process)
     for place, (role, phase) in enumerate(KILLS):
-        kill_in(run, phase, role)
+        if phase == HELD:
+            runs.kill(pid_of(run, role))
+            runs.release(run)
+        else:
+            kill_in(run, phase, role)
         wait_for(run, "restarted", role, place + 1, process)
         more_steps(run, 4, process)
     kill_in(run, "train", "trainer-1")
