@@ -307,8 +307,9 @@ def load_model(
     state = model_state(chunks)
     if weights_alone:
         for part in state.values():
-            for name in [name for name in part if is_beside_weights(name)]:
-                del part[name]
+            for name in list(part):
+                if is_beside_weights(name):
+                    del part[name]
     _fill(chunks, state, directory)
 
 

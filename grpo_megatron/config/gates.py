@@ -102,7 +102,9 @@ def result_names(run: RunConfig) -> list[str]:
         others += ["loss"]
         if run.preferences.is_paired:
             others += ["margin"]
-    bounds = [f"{share}_{side}" for share in shares for side in ("low", "high")]
+    bounds = []
+    for share in shares:
+        bounds += [f"{share}_low", f"{share}_high"]
     names = ["seconds", "steps", "accelerator_hours"]
     for domain in run.domains:
         names += [f"eval.{domain.name}.{name}" for name in (*shares, *bounds, *others)]
@@ -115,10 +117,15 @@ def _refuse_unmeasured(gate: Gate, measured: Collection[str]) -> None:
     if gate.name in measured:
         return
     remedy = did_you_mean(gate.name, measured)
-    is_sampled = any(name in gate.name for name in _SAMPLED)
-    if is_sampled and not any(name in known for name in _SAMPLED for known in measured):
+    samples_are_measured = any(_is_of_samples(known) for known in measured)
+    if _is_of_samples(gate.name) and not samples_are_measured:
         remedy = "set evaluation.num_samples to the samples of a prompt"
     raise ConfigError(f"no run like this measures {gate.name!r}", remedy=remedy)
+
+
+def _is_of_samples(name: str) -> bool:
+    """Whether a value is of several samples of a prompt."""
+    return any(kind in name for kind in _SAMPLED)
 
 
 def _refuse_beyond_shares(gate: Gate) -> None:

@@ -108,10 +108,11 @@ class EngineChanges:
         processes = self._processes
         dropped = []
         for children in (processes.replicas, processes.workers):
-            for child in [child for child in children if number_of(child) == index]:
-                children.remove(child)
-                processes.all.remove(child)
-                dropped.append(child)
+            for child in list(children):
+                if number_of(child) == index:
+                    children.remove(child)
+                    processes.all.remove(child)
+                    dropped.append(child)
         processes.watch_no_more(dropped)
         processes.roles.end(dropped)
         for child in dropped:

@@ -5,6 +5,7 @@ and 2 of "2^{10}". So only what is one number goes to it as such; all else goes 
 nothing that a completion could be held against."""
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -141,9 +142,10 @@ def _parsed_whole(answer: str) -> list[Any]:
     if _has_environment(answer):
         return _parsed(answer)
     has_digits = re.search(r"\d", answer) is not None
+    number = _ONE_NUMBER.fullmatch(answer)
     if not has_digits:
         parsed = _parsed_without_digits(answer.translate(_SIGNS))
-    elif number := _ONE_NUMBER.fullmatch(answer):
+    elif number is not None:
         parsed = _parsed_number(number)
     else:
         parsed = _parsed_formula(answer)
@@ -203,8 +205,10 @@ def _parsed_number(found: re.Match[str]) -> list[Any]:
         number = f"-{number}"
     if found["percent"]:
         number += r"\%"
-    is_formula = "\\" in number
-    parsed = _parsed_latex(number) if is_formula else _parsed(number)
+    parse: Callable[[str], list[Any]] = _parsed
+    if "\\" in number:
+        parse = _parsed_latex
+    parsed = parse(number)
     if found["unit"]:
         parsed = parsed + _with_unit(found[0])
     return parsed
