@@ -44,7 +44,7 @@ As a step, these are N = 2 samples; as a micro-batch S = 2 samples with n = 5 po
 
     MicroBatch.lengths             [9, 8]                                  # [S], T_p + T
     MicroBatch.tokens              [5, 9, 12, 6, 10, 13, 10, 7, 1, 9, 1]   # [T], the prompt once
-    MicroBatch.rows                [5, 6, 7, 5, 9]                         # [n], before the target
+    MicroBatch.predicting          [5, 6, 7, 5, 9]                         # [n], before the target
     MicroBatch.targets             [10, 7, 1, 9, 1]                        # [n], policy tokens
     MicroBatch.sample              [0, 0, 0, 1, 1]                         # [n]
     MicroBatch.rollout_logprobs    [-0.1, -0.2, -0.3, -0.4, -0.5]          # [n], of the engine

@@ -94,7 +94,7 @@ def computed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     # on policy, the model computes what the engine reported
     logprobs = microbatch.rollout_logprobs.clone().requires_grad_()
     loss_batch = constants.loss_batch(
-        torch.from_numpy(microbatch.samples),
+        torch.from_numpy(microbatch.episodes),
         logprobs=logprobs,
         old_logprobs=logprobs.detach(),
         rollout_logprobs=microbatch.rollout_logprobs,
@@ -130,7 +130,7 @@ def computed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
         "LossConstants.weights": constants.weights.tolist(),
         "MicroBatch.lengths": list(microbatch.lengths),
         "MicroBatch.tokens": microbatch.tokens[0].tolist(),
-        "MicroBatch.rows": microbatch.rows.tolist(),
+        "MicroBatch.predicting": microbatch.predicting.tolist(),
         "MicroBatch.targets": microbatch.targets.tolist(),
         "MicroBatch.sample": microbatch.sample.tolist(),
         "MicroBatch.rollout_logprobs": microbatch.rollout_logprobs.tolist(),

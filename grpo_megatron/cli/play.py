@@ -34,7 +34,8 @@ from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
 from grpo_megatron.rollout.episodes import EpisodeSeeds
-from grpo_megatron.rollout.segments import Ask, derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
 from grpo_megatron.rollout.turn_sampler import TurnSampler
 from grpo_megatron.types import Completion, Problem, Prompt

@@ -25,7 +25,7 @@ from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.rollout.engine_control import EngineControl
-from grpo_megatron.rollout.segments import finish_or_cancel
+from grpo_megatron.rollout.together import finish_or_cancel
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.trainer.requests import (

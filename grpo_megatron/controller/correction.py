@@ -13,7 +13,7 @@ from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
-from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup, StoredCompletion
 
 

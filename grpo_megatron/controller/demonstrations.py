@@ -12,7 +12,8 @@ from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.episode_domains import OpenEnvironment, episode_domains
 from grpo_megatron.rollout.episodes import EpisodeSeeds
-from grpo_megatron.rollout.segments import Ask, derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.types import Completion, Prompt
 
 _TRIES = 3

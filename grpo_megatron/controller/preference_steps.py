@@ -26,8 +26,9 @@ from grpo_megatron.batching.spool import store_groups
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import show, show_phase
 from grpo_megatron.controller.evaluation import Results, over_domains, wilson
+from grpo_megatron.controller.recorded_step import RecordedStep
 from grpo_megatron.controller.recorder import record_step
-from grpo_megatron.controller.rollout_batch import RecordedStep, load_sampling, sampling_state
+from grpo_megatron.controller.rollout_batch import load_sampling, sampling_state
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.preferences import Preference, Preferences
 from grpo_megatron.data.sampler import PromptSampler

@@ -15,7 +15,7 @@ from grpo_megatron.rollout.client import EngineClient, EngineUnreachable
 from grpo_megatron.rollout.engine_control import EngineControl, require_equal_weights
 from grpo_megatron.rollout.engine_images import EngineImage, EngineImages
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.requests import (
     CompareLogprobs,

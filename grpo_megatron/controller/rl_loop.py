@@ -21,8 +21,8 @@ from grpo_megatron.controller.alarms import alarms_of
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.evaluation import HeldOutEvaluator
 from grpo_megatron.controller.publishing import LOGPROB_CHECK_SECONDS, Publisher
+from grpo_megatron.controller.recorded_step import RecordedStep, StepSource
 from grpo_megatron.controller.recorder import prune_store, starting_steps
-from grpo_megatron.controller.rollout_batch import RecordedStep, StepSource
 from grpo_megatron.controller.sampling_chain import SamplingChain
 from grpo_megatron.controller.staleness_watch import StalenessWatch, TrainedSeconds
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
@@ -30,7 +30,7 @@ from grpo_megatron.data.prompts import Splits
 from grpo_megatron.errors import EngineError, GrpoMegatronError, MismatchError
 from grpo_megatron.files import replace_directory
 from grpo_megatron.rollout.engine_control import EngineControl
-from grpo_megatron.rollout.segments import finish_or_cancel
+from grpo_megatron.rollout.together import finish_or_cancel
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.exemplars import ExemplarStore
 from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.recorded_step import RecordedStep
 from grpo_megatron.controller.recorder import record_step
 from grpo_megatron.controller.sampling_metrics import by_domain, outcome_metrics, rollout_metrics
 from grpo_megatron.controller.seeding import Seeding
@@ -43,32 +44,6 @@ from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir, engine_name
 from grpo_megatron.telemetry.samples import extremes
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup, StoredCompletion
-
-
-@dataclass
-class RecordedStep:
-    """A step whose samples are in the store."""
-
-    step: int
-    directory: Path
-    facts: StepFacts
-    seconds: dict[str, float] = field(default_factory=dict)  # of its sampling, by phase
-    logprob_check: dict[str, float] = field(default_factory=dict)  # its metrics, if one was made
-    fresh: bool = False  # sampled just now
-    sampling: SampledSeconds | None = None  # how long that took; None: it was in the store
-
-
-class StepSource(Protocol):
-    """Gives step after step, recorded."""
-
-    async def sample(
-        self,
-        step: int,
-        *,
-        on_drawn: Callable[[], None] = lambda: None,
-        before_recording: Callable[[], Awaitable[None]] | None = None,
-    ) -> RecordedStep:
-        """Return step `step`, recorded (see `StepSampler.sample`)."""
 
 
 class StepSampler:
@@ -383,12 +358,12 @@ class RolloutBatchBuilder:
         try:
             return await fill_batch(
                 self._config.sampling,
-                self._config.batch.num_prompts,
-                self._sampler.acceptance,
-                self._surplus,
-                draw,
-                partial(self._score, step),
-                partial(self._keeps, step),
+                target=self._config.batch.num_prompts,
+                acceptance=self._sampler.acceptance,
+                carried=self._surplus,
+                draw=draw,
+                score=partial(self._score, step),
+                keeps=partial(self._keeps, step),
             )
         finally:
             del self._open[step]
@@ -519,6 +494,7 @@ def _show_empty_step(step: int, num_sampled: int) -> None:
 
 async def fill_batch(
     settings: SamplingConfig,
+    *,
     target: int,
     acceptance: float,
     carried: Sequence[ScoredGroup],

@@ -32,6 +32,7 @@ from grpo_megatron.controller.preference_steps import (
     Scores,
     drawn_preferences,
 )
+from grpo_megatron.controller.recorded_step import StepSource
 from grpo_megatron.controller.recorder import drop_disconnected, prune_images
 from grpo_megatron.controller.rejection import sample_dataset
 from grpo_megatron.controller.resources import Resources, open_resources
@@ -40,7 +41,6 @@ from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.rollout_batch import (
     RolloutBatchBuilder,
     StepSampler,
-    StepSource,
     load_sampling,
 )
 from grpo_megatron.controller.step_evaluation import StepEvaluator

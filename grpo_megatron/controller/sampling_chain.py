@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo_megatron.controller.rollout_batch import RecordedStep, StepSource
+from grpo_megatron.controller.recorded_step import RecordedStep, StepSource
 
 _LOOK_S = 1.0
 

@@ -15,7 +15,7 @@ from grpo_megatron.config.secret_values import from_environment
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.segments import finish_or_cancel
+from grpo_megatron.rollout.together import finish_or_cancel
 from grpo_megatron.types import Prompt, RolloutGroup, StoredCompletion
 
 

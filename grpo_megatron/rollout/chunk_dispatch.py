@@ -17,7 +17,7 @@ from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.chunks import Chunk, ChunkProblem, ChunkPrompt, EngineAddress
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.prefix_cache import prefix_cache_metrics
-from grpo_megatron.rollout.segments import finish_or_cancel
+from grpo_megatron.rollout.together import finish_or_cancel
 from grpo_megatron.rollout.worker_client import Worker, WorkerLost, WorkerPool
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.types import Prompt, RolloutGroup, StoredCompletion

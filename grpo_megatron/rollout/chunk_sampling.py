@@ -14,7 +14,9 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.engine_images import EngineImage, EngineImages
 from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.segments import Ask, complete, derive_seed, finish_or_cancel
+from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import Ask, complete
+from grpo_megatron.rollout.together import finish_or_cancel
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
 
 _EPISODES_AT_ONCE = 2048

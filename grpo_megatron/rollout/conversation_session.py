@@ -21,7 +21,8 @@ from grpo_megatron.data.conversation import Message
 from grpo_megatron.data.turn_tokens import TurnState, TurnTokens
 from grpo_megatron.environments.protocol import ToolSchema
 from grpo_megatron.rollout.chat_messages import comparable, sent_message
-from grpo_megatron.rollout.segments import Ask, derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
 from grpo_megatron.rollout.stop_strings import first_stop, first_tokens, num_tokens_to_stop
 from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler

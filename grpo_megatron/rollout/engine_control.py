@@ -11,7 +11,7 @@ import msgspec
 
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.segments import finish_or_cancel
+from grpo_megatron.rollout.together import finish_or_cancel
 from grpo_megatron.weights.boxes import Box, whole_box
 from grpo_megatron.weights.publish_plan import (
     Kept,

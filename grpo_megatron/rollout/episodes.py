@@ -17,7 +17,8 @@ from grpo_megatron.environments.protocol import (
     Step,
     Unscorable,
 )
-from grpo_megatron.rollout.segments import Ask, derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
 from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
 from grpo_megatron.types import Completion, Problem

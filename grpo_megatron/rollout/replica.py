@@ -32,7 +32,7 @@ from grpo_megatron.plan.memory import engine_cache_bytes
 from grpo_megatron.plan.model_facts import facts_from_hf, read_config
 from grpo_megatron.rollout.gpu_memory import gpu_bytes
 from grpo_megatron.rollout.plugin import adapter_slot, engine_token
-from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.server_progress import PATH_VARIABLE
 from grpo_megatron.rundir import RunDir, engine_name
 

@@ -4,33 +4,19 @@ A segment ends with its completion, after `rollout.segment_tokens`, or where a p
 A replica that dies costs one segment, and tokens sampled before new weights came are kept, with
 the version, log-probs and routes of their own time."""
 
-import asyncio
-import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import numpy as np
 
 from grpo_megatron.errors import EngineError
+from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.together import finish_or_cancel
 from grpo_megatron.types import Completion, SamplingMask, VersionSpan
-
-Result = TypeVar("Result")
 
 Ask = Callable[..., Awaitable[list[Completion]]]  # (ids, n=, max_tokens=, seed=, routes_from=)
 
 _MAX_EMPTY = 100  # aborted segments without a token in a row: publishes before their turn
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return a seed in [0, 2^31) that depends on what is sampled, never on when or where: `parts`
-    are, for example, run seed, step, prompt id and sample index.
-
-    Neighbouring inputs give unrelated seeds, whereas vLLM's children of one request (`n > 1`) use
-    seed, seed + 1, ... so that neighbouring prompt seeds would overlap."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
 async def complete(
@@ -158,32 +144,3 @@ def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
             span = VersionSpan(span.version, joined.pop().start, span.end)
         joined.append(span)
     return tuple(joined)
-
-
-async def finish_or_cancel(
-    coroutines: Iterable[Awaitable[Result]], settle_s: float = 0.0
-) -> list[Result]:
-    """Return the results of `coroutines`, run together, in order. When one fails, or this is
-    cancelled, the others have `settle_s` seconds to end, are cancelled, and the error is raised;
-    what they raised within that time is added to it as notes."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException as error:
-        done, _ = await asyncio.wait(tasks, timeout=settle_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if settle_s > 0:
-            _add_notes(error, done)
-        raise
-
-
-def _add_notes(error: BaseException, tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """What else was raised, told with `error`."""
-    for task in tasks:
-        if task.cancelled():
-            continue
-        other = task.exception()
-        if other is not None and other is not error:
-            error.add_note(f"then: {other}")

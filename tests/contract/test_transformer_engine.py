@@ -144,6 +144,7 @@ def attention_without_kernel() -> float:
     from grpo_megatron.batching.prefix_rows import RowTree
     from grpo_megatron.config.trainer import TrainerConfig
     from grpo_megatron.trainer.megatron import packed_attention
+    from grpo_megatron.trainer.megatron.row_context import RowContext, attach
     from grpo_megatron.trainer.megatron.transformer_engine_attention import with_gathered_keys
     from tests.contract.meta_rank import as_rank
 
@@ -159,7 +160,7 @@ def attention_without_kernel() -> float:
         max_seqlen_q=4,
         max_seqlen_kv=4,
     )
-    packed.part = row
+    attach(packed, RowContext(row))
     hopper = SimpleNamespace(major=9, minor=0)
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0

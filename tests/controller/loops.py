@@ -23,7 +23,7 @@ from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.engine_control import EngineControl
-from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
 from grpo_megatron.trainer.requests import (

@@ -34,7 +34,15 @@ def fill(
         return scored.rewards[1] == 0
 
     kept, sampled, rounds = asyncio.run(
-        fill_batch(config, target, acceptance, carried, draw, score, keeps)
+        fill_batch(
+            config,
+            target=target,
+            acceptance=acceptance,
+            carried=carried,
+            draw=draw,
+            score=score,
+            keeps=keeps,
+        )
     )
     return kept, sampled, rounds, asked
 

@@ -22,7 +22,7 @@ from grpo_megatron.controller.busy_clock import BusyClock
 from grpo_megatron.controller.recorder import drop_disconnected, steps_in
 from grpo_megatron.controller.sampling_chain import SamplingChain
 from grpo_megatron.errors import EngineError
-from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.telemetry.metrics import read_metrics
 from grpo_megatron.types import VersionSpan
 from tests.controller.loops import START, Crash, Loop

@@ -16,7 +16,7 @@ from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rollout import replica
 from grpo_megatron.rollout.gpu_memory import gpu_bytes
 from grpo_megatron.rollout.plugin import engine_token
-from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.rollout.seeds import derive_seed
 from tests.e2e.family_models import settings_of
 from tests.rollout.engines import make_config
 

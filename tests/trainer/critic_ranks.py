@@ -120,7 +120,7 @@ def values_after_another_last_token(model: str, samples: str) -> tuple[np.ndarra
         batch = setup.batch(samples)
         for microbatch in batch.microbatches:
             is_last = torch.diff(microbatch.sample, append=microbatch.sample.new_tensor([-1])) != 0
-            places = microbatch.rows[is_last] + 1
+            places = microbatch.predicting[is_last] + 1
             microbatch.tokens[0, places] = (microbatch.tokens[0, places] + shift) % 90
         setup.critic.compute_values([batch])
         values = [microbatch.values for microbatch in batch.microbatches]

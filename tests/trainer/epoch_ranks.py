@@ -84,7 +84,7 @@ def train_one_by_one(
     for _ in range(epochs):
         for update, old in updates:
             constants = loss_constants(
-                chosen, batch, advantages, update.samples, config.rollout.max_new_tokens
+                chosen, batch, advantages, update.episodes, config.rollout.max_new_tokens
             )
             rate = config.optimizer.rate(FIRST_UPDATE + len(losses), NUM_UPDATES)
             setup.policy.set_learning_rate(rate)
@@ -100,7 +100,7 @@ def _loss(update: UpdateBatch, old: list[torch.Tensor], constants: Any, objectiv
         return policy_loss(
             objective,
             constants.loss_batch(
-                torch.from_numpy(microbatch.samples),
+                torch.from_numpy(microbatch.episodes),
                 logprobs=logprobs,
                 old_logprobs=old[microbatch.index],
                 rollout_logprobs=microbatch.rollout_logprobs,

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from grpo_megatron.trainer.megatron import packed_attention
 from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, RowPart
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.megatron.row_context import RowContext
 from grpo_megatron.trainer.megatron.transformer_engine_attention import gather_keys
 from grpo_megatron.trainer.vocab_parallel.divergence import (
     DivergenceSettings,
@@ -271,7 +272,7 @@ def _in_parts(module: PackedAttention, split: RowSplit, query, key, value) -> to
     with mock.patch.object(packed_attention, "gather_tokens", lambda tokens, order: tokens):
         for rank in range(split.num_ranks):
             own = query[torch.from_numpy(split.own(rank))]
-            packed = SimpleNamespace(part=RowPart(split, rank))
+            packed = SimpleNamespace(row_context=RowContext(RowPart(split, rank)))
             outputs.append(module(own, key, value, None, packed))
     return torch.cat(outputs)[torch.from_numpy(split.gathered_places)]
 

@@ -143,8 +143,8 @@ def router_shift(
                 change = now[microbatch.index, row] - before[microbatch.index, row]
                 distances.append(change.gather(1, ids).abs().mean(1))
             agreement = (-torch.stack(distances).mean(0)).exp()
-            index = training.batch.flat_index(torch.from_numpy(microbatch.samples))
-            expected[index] = agreement[microbatch.rows]
+            index = training.batch.flat_index(torch.from_numpy(microbatch.episodes))
+            expected[index] = agreement[microbatch.predicting]
     return {"shift": shift.numpy(), "expected": expected.numpy()}
 
 

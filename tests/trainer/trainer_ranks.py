@@ -345,7 +345,7 @@ def loss_of(setup: Setup, samples: str):
         return policy_loss(
             objective,
             constants.loss_batch(
-                torch.from_numpy(microbatch.samples),
+                torch.from_numpy(microbatch.episodes),
                 logprobs=logprobs,
                 old_logprobs=logprobs.detach(),
                 rollout_logprobs=microbatch.rollout_logprobs,

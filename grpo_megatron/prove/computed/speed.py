@@ -69,7 +69,7 @@ class _Step:
         objective = objective_of(config, {})
         batch = sample_batch(config, table)
         constants = loss_constants(
-            objective, batch, advantages_of(objective, batch), self.update.samples, 1024
+            objective, batch, advantages_of(objective, batch), self.update.episodes, 1024
         )
         self.loss = PolicyGradientLoss(
             config, objective, table, constants, replayed_masks=None, compare_engines=False

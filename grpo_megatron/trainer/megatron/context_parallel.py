@@ -39,7 +39,7 @@ class ContextRank:
 class OwnTokens:
     """The policy tokens of a micro-batch whose log-probs this rank computes."""
 
-    rows: torch.Tensor
+    predicting: torch.Tensor
     """Positions before them among this rank's tokens of the row, int64 [m]."""
     targets: torch.Tensor
     """The policy tokens, int64 [m]."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from grpo_megatron.trainer.megatron.row_context import row_of
+
 
 class DeepFeatures:
     """Features for tokens of a row, one tensor for each of the first layers."""
@@ -40,8 +42,8 @@ def with_deep_features(
 
 
 def add_after_layers(layers: Sequence[torch.nn.Module]) -> None:
-    """Have each of these layers, the first of a model, add its level of what is in the attribute
-    `deep` of `packed_seq_params.cu_seqlens_q`, if there is any."""
+    """Have each of these layers, the first of a model, add its level of the row's deep features
+    (`RowContext.deep`), if there are any."""
     for number, layer in enumerate(layers):
         layer.register_forward_hook(_AddLevel(number), with_kwargs=True)
 
@@ -55,7 +57,7 @@ class _AddLevel:
     def __call__(
         self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        deep = getattr(kwargs["packed_seq_params"].cu_seqlens_q, "deep", None)
+        deep = row_of(kwargs["packed_seq_params"]).deep
         if deep is None:
             return output
         hidden, context = output

@@ -28,6 +28,7 @@ from grpo_megatron.batching.prefix_rows import RowTree
 from grpo_megatron.batching.row_split import RowSplit, split_row
 from grpo_megatron.device_copies import to_device
 from grpo_megatron.trainer.megatron.context_parallel import gather_tokens
+from grpo_megatron.trainer.megatron.row_context import row_of
 
 _BLOCK_KEYS = 512
 """Of torch's flash attention on a CPU."""
@@ -312,7 +313,7 @@ def whole_row(tree: RowTree) -> RowPart:
 def part_of(packed: Any) -> RowPart:
     """Return what `build_microbatch` left on the host; without it, sequences of which each is a
     segment, whose lengths are asked of the device."""
-    part: RowPart | None = getattr(packed, "part", None)
+    part = row_of(packed).part
     if part is None:
         lengths = np.diff(packed.cu_seqlens_q.tolist())
         part = whole_row(RowTree(lengths, np.full(len(lengths), -1), ()))
@@ -320,12 +321,11 @@ def part_of(packed: Any) -> RowPart:
 
 
 def planned_buckets(packed: Any, query: torch.Tensor) -> BucketPlan:
-    """Return the calls for a row, which are the same in every layer: they are kept on the
-    parameters of the batch."""
-    if getattr(packed, "bucket_plan", None) is None:
-        packed.bucket_plan = plan_buckets(part_of(packed), query.device, query.dtype)
-    plan: BucketPlan = packed.bucket_plan
-    return plan
+    """Return the calls for a row, which are the same in every layer."""
+    row = row_of(packed)
+    if row.bucket_plan is None:
+        row.bucket_plan = plan_buckets(part_of(packed), query.device, query.dtype)
+    return row.bucket_plan
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types

@@ -14,6 +14,7 @@ from grpo_megatron.trainer.lora.checkpoint import sharded_adapters
 from grpo_megatron.trainer.megatron.context_parallel import OwnTokens, found_by_all
 from grpo_megatron.trainer.megatron.deep_features import DeepFeatures, with_deep_features
 from grpo_megatron.trainer.megatron.reward_head import RewardHead
+from grpo_megatron.trainer.megatron.row_context import row_of
 from grpo_megatron.trainer.megatron.vision_tower import ImageFeatures
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens, divergence
 from grpo_megatron.trainer.vocab_parallel.logprobs import policy_states, token_logprobs
@@ -73,12 +74,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         self._squared_probs = squared_probs
         self._values = values
         self._teachers = teachers
-        if self.mrope_axes is not None:
-            kwargs["packed_seq_params"].cu_seqlens_q.axes = self.mrope_axes
+        row = row_of(kwargs["packed_seq_params"])
+        row.axes = self.mrope_axes
         if self.image_features is not None:
             embedded, deep = self._embedded(self.image_features, args[0], args[1], images)
             kwargs["decoder_input"] = embedded
-            kwargs["packed_seq_params"].cu_seqlens_q.deep = deep
+            row.deep = deep
         output: torch.Tensor = super().forward(*args, **kwargs)
         return output
 
@@ -146,7 +147,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             return hidden_states
         own = self._own
         states = policy_states(
-            hidden_states, own.rows, sequence_parallel=self.config.sequence_parallel
+            hidden_states, own.predicting, sequence_parallel=self.config.sequence_parallel
         )
         if self.answers_states:
             return states

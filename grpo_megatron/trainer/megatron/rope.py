@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from grpo_megatron.trainer.megatron.row_context import row_of
+
 
 def rotary(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     """Compute inverse frequencies, fp32 [rotated size / 2], and the factor of cosines and sines.
@@ -51,7 +53,9 @@ def axes_of(rope: dict[str, Any]) -> tuple[slice, slice] | None:
     return slice(in_time, in_both), slice(in_both, in_both + in_width)
 
 
-class _Angles(NamedTuple):
+class Angles(NamedTuple):
+    """Those of the tokens of a row."""
+
     freqs: torch.Tensor  # of which these are
     cos: torch.Tensor  # [T, 1, rotary d / 2], as `sin`
     sin: torch.Tensor
@@ -62,23 +66,22 @@ def rotate_packed(
 ) -> torch.Tensor:
     """Rotate the two halves of the leading `freqs.size(-1)` features of every head.
 
-    x: queries or keys, [T, heads, d], as is the result. cu_seqlens: int32 [S + 1], with attributes
-    of ours: `positions`, int64 [T], where tokens are in their samples (by default every sequence
-    begins at 0), or int64 [3, T], with `axes` (see `axes_of`); the computed angles are kept on it,
-    too. freqs: angles by position, [longest, 1, 1, rotary d], both
-    halves equal. scale: factor of cosines and sines (YaRN), one value for the same `freqs`."""
-    owner: Any = cu_seqlens  # a tensor takes attributes of any name
-    found: _Angles | None = getattr(owner, "rope", None)
+    x: queries or keys, [T, heads, d], as is the result. cu_seqlens: int32 [S + 1], whose
+    `RowContext` says where tokens are in their samples, and keeps the computed angles. freqs:
+    angles by position, [longest, 1, 1, rotary d], both halves equal. scale: factor of cosines and
+    sines (YaRN), one value for the same `freqs`."""
+    row = row_of(cu_seqlens)
+    found = row.angles
     if found is None or found.freqs is not freqs or found.cos.dtype != x.dtype:
-        positions = getattr(owner, "positions", None)
+        positions = row.positions
         if positions is None:
             starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=x.size(0))
             positions = torch.arange(x.size(0), device=starts.device) - starts
-        angles = _angles_at(positions, freqs, getattr(owner, "axes", None))
+        angles = _angles_at(positions, freqs, row.axes)
         cos = (angles.cos() * scale).to(x.dtype)
         sin = (angles.sin() * scale).to(x.dtype)
-        found = _Angles(freqs, cos, sin)
-        owner.rope = found
+        found = Angles(freqs, cos, sin)
+        row.angles = found
     rotated: torch.Tensor = _Rotation.apply(  # type: ignore[no-untyped-call]  # torch's
         x, found.cos, found.sin
     )

@@ -25,6 +25,7 @@ from grpo_megatron.trainer.megatron.packed_attention import (
     RowPart,
     planned_buckets,
 )
+from grpo_megatron.trainer.megatron.row_context import row_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,15 +124,16 @@ def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
 
             Collective where ranks share rows."""
             packed: Any = packed_seq_params
-            part: RowPart | None = getattr(packed, "part", None)
+            context = row_of(packed)
+            part = context.part
             if part is not None and not part.split.is_whole:
                 key = gather_end_to_end(key)
                 value = gather_end_to_end(value)
             row = _Row(query, key, value, packed)
             if part is not None and part.needs_gathered_keys:
-                if getattr(packed, "gathered", None) is None:
-                    packed.gathered = gather_keys(part, query.device)
-                gathered: GatheredKeys = packed.gathered
+                if context.gathered_keys is None:
+                    context.gathered_keys = gather_keys(part, query.device)
+                gathered = context.gathered_keys
                 key = key.index_select(0, gathered.rows)
                 value = value.index_select(0, gathered.rows)
                 packed = gathered.packed

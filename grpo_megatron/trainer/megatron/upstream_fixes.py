@@ -154,13 +154,14 @@ def rotate_packed_sequences_at_once() -> None:
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
 
     from grpo_megatron.trainer.megatron.rope import rotate_packed
+    from grpo_megatron.trainer.megatron.row_context import row_of
 
     original = rope_utils._apply_rotary_pos_emb_thd
 
     def apply(
         t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **settings: Any
     ) -> torch.Tensor:
-        has_positions = hasattr(cu_seqlens, "positions")
+        has_positions = row_of(cu_seqlens).positions is not None
         by_position = has_positions or freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
         cp_group = settings["cp_group"]
         is_whole = cp_group is not None and cp_group.size() == 1

@@ -227,7 +227,7 @@ class RouteSource:
         agreement = (-total / len(self._replay.shape.layers)).exp()
         found = []
         for microbatch, part in zip(update.microbatches, agreement.split(sizes), strict=True):
-            found.append(part[microbatch.rows])
+            found.append(part[microbatch.predicting])
         return found
 
     def _recorded(self, update: UpdateBatch) -> list[Routes] | None:
@@ -256,13 +256,13 @@ class RouteSource:
             return None
         by_domain = self._keep_weights()
         weights = []
-        rows = [microbatch.rows for microbatch in update.microbatches]
+        predicting = [microbatch.predicting for microbatch in update.microbatches]
         samples_of_tokens = [microbatch.sample for microbatch in update.microbatches]
-        on_host = to_host([*rows, *samples_of_tokens])  # the device is waited for once
+        on_host = to_host([*predicting, *samples_of_tokens])  # the device is waited for once
         for number, microbatch in enumerate(update.microbatches):
             places = on_host[number]
-            sample_of_token = on_host[len(rows) + number]
-            samples = torch.from_numpy(microbatch.samples)
+            sample_of_token = on_host[len(predicting) + number]
+            samples = torch.from_numpy(microbatch.episodes)
             of_sample = constants.weights[samples] * by_domain[constants.batch.domains[samples]]
             at_tokens = torch.zeros(microbatch.num_tokens)
             of_uses = of_sample[sample_of_token].float()

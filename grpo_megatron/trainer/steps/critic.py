@@ -111,7 +111,7 @@ class Critic:
 
 def num_counted_tokens(update: UpdateBatch, batch: SampleBatch, targets: ValueTargets) -> int:
     """Return how many tokens of an update teach the critic, on all ranks together."""
-    return int(targets.is_counted[batch.flat_index(update.samples)].sum())
+    return int(targets.is_counted[batch.flat_index(update.episodes)].sum())
 
 
 class ValueLoss:
@@ -137,7 +137,7 @@ class ValueLoss:
     def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
         """Return the micro-batch's loss and metrics. output: fp32 [1 or more, n]."""
         values = output[0]
-        samples = torch.from_numpy(microbatch.samples)
+        samples = torch.from_numpy(microbatch.episodes)
         index = self._batch.flat_index(samples)
         targets = self._targets
         is_counted = to_device(targets.is_counted[index], values.device)

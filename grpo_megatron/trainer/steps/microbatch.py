@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.device_copies import to_device
 from grpo_megatron.trainer.megatron.context_parallel import ContextRank, OwnTokens
 from grpo_megatron.trainer.megatron.packed_attention import RowPart
+from grpo_megatron.trainer.megatron.row_context import RowContext, attach
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens
 from grpo_megatron.trainer.vocab_parallel.logprobs import KeptIds
 from grpo_megatron.types import SamplingMask
@@ -65,7 +66,7 @@ class MicroBatch:
 
     index: int  # position in this rank's plan
     table_rows: np.ndarray  # int64: the sequences of all samples, those of one as in the table
-    samples: np.ndarray  # int64 [S]: numbers of episodes (`SampleTable.episode`)
+    episodes: np.ndarray  # int64 [S]: numbers of the samples (`SampleTable.episode`)
     lengths: tuple[int, ...]  # by sequence, prompt and completion tokens
     split: RowSplit
     """The row, and who computes which of its tokens."""
@@ -76,7 +77,7 @@ class MicroBatch:
     packed: PackedSeqParams
     own: OwnTokens
     """The policy tokens that this rank looks at; below are those of all."""
-    rows: torch.Tensor  # int64 [n]: the position before each policy token in the row
+    predicting: torch.Tensor  # int64 [n]: the position before each policy token in the row
     targets: torch.Tensor  # int64 [n]: the policy tokens
     sample: torch.Tensor  # int64 [n], 0..S-1
     uses: TokenUses
@@ -123,7 +124,7 @@ class MicroBatch:
 class UpdateBatch:
     """This rank's micro-batches of one optimizer step."""
 
-    samples: torch.Tensor
+    episodes: torch.Tensor
     """int64, ascending: numbers of the samples of all ranks in its loss, that is, of episodes.
     Micro-batches may hold more, of which only advantages need the tokens."""
     microbatches: Sequence[MicroBatch]
@@ -196,65 +197,85 @@ def build_microbatch(
     if context is None:
         context = ContextRank()
     sequences = _read_sequences(table, table_rows)
-    targets = sequences.targets
-    rollout_logprobs = sequences.rollout_logprobs
     lengths = [len(token_ids) for token_ids in sequences.token_ids]
     if paths is None:
         paths = SamplePaths.without_sharing(np.array(lengths, np.int64))
     split = split_row(lay_out(paths), context.size, pad_to // context.size)
     tree = split.tree
-    own_tokens = split.own(context.rank)
-    tokens = np.zeros(tree.num_tokens, np.int64)
-    rows = []
-    for token_ids, places, token_rows in zip(
-        sequences.token_ids, sequences.policy_places, tree.token_rows, strict=True
-    ):
-        tokens[token_rows] = token_ids
-        rows.append(token_rows[places - 1])
-    counts = np.array([len(target) for target in targets], np.int64)
-    episodes = table.episode[table_rows]
-    starts_sample = np.diff(episodes, prepend=-1) != 0  # rows of an episode are neighbours
-    sample_of_sequence = np.cumsum(starts_sample) - 1
-
-    flat = partial(_flat, device)
-    kept = None
-    if any(mask is not None for mask in sequences.masks):
-        token, ids, known = _joined_masks(sequences.masks, targets)
-        usable = np.where(known, np.concatenate(rollout_logprobs), -np.inf)
-        rollout_logprobs = [usable]
-        kept = KeptIds(
-            token=flat([token], torch.int64),
-            ids=flat([ids], torch.int64),
-            missing=flat([~known], torch.bool),
-            token_on_host=token,
-        )
     part = RowPart(split, context.rank)
+    tokens, predicting = _laid_out(sequences, tree)
     positions = tree.positions
     images = row_images(table, table_rows, tree)
     if images is not None:
         positions = positions_with_images(table, table_rows, tree)
         images = images.of_rank(split, context.rank)
+    own_tokens = split.own(context.rank)
     position_ids = to_device(torch.from_numpy(positions[..., own_tokens]), device)
+    flat = partial(_flat, device)
     bounds = flat([np.array(tree.bounds)], torch.int32)
+    episodes, episode_of_token = _episodes(sequences, table.episode[table_rows])
+    kept, rollout_logprobs = _sampled_from(sequences, device)
     return MicroBatch(
         index=index,
         table_rows=table_rows,
-        samples=episodes[starts_sample],
+        episodes=episodes,
         lengths=tuple(lengths),
         split=split,
         own_tokens=torch.from_numpy(own_tokens),
         tokens=flat([tokens[own_tokens]], torch.int64)[None],
         position_ids=position_ids.reshape(-1, len(own_tokens)),
         packed=_packed(part, bounds, position_ids),
-        own=_own_tokens(part, rows, targets, kept, device),
-        rows=flat(rows, torch.int64),
-        targets=flat(targets, torch.int64),
-        sample=flat([np.repeat(sample_of_sequence, counts)], torch.int64),
+        own=_own_tokens(part, predicting, sequences.targets, kept, device),
+        predicting=flat(predicting, torch.int64),
+        targets=flat(sequences.targets, torch.int64),
+        sample=flat([episode_of_token], torch.int64),
         uses=_token_uses(tree, paths),
         images=images,
         rollout_logprobs=flat(rollout_logprobs, torch.float32),
         kept=kept,
     )
+
+
+def _laid_out(sequences: _Sequences, tree: RowTree) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the tokens of the row, int64 [T], padding 0; and, by sequence, the position before
+    each of its policy tokens in the row."""
+    tokens = np.zeros(tree.num_tokens, np.int64)
+    predicting = []
+    for token_ids, places, token_rows in zip(
+        sequences.token_ids, sequences.policy_places, tree.token_rows, strict=True
+    ):
+        tokens[token_rows] = token_ids
+        predicting.append(token_rows[places - 1])
+    return tokens, predicting
+
+
+def _episodes(sequences: _Sequences, episode: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the episodes, int64 [S]; and which of these each policy token belongs
+    to, int64 [n].
+
+    episode: number by sequence, int64; sequences of one are neighbours."""
+    is_first = np.diff(episode, prepend=-1) != 0
+    counts = np.array([len(targets) for targets in sequences.targets], np.int64)
+    place = np.cumsum(is_first) - 1
+    return episode[is_first], np.repeat(place, counts)
+
+
+def _sampled_from(
+    sequences: _Sequences, device: torch.device
+) -> tuple[KeptIds | None, list[np.ndarray]]:
+    """Return the sets that truncated sampling had left, None where nothing was truncated; and the
+    engine's log-probs, minus infinity for tokens that are not in their set."""
+    if all(mask is None for mask in sequences.masks):
+        return None, sequences.rollout_logprobs
+    token, ids, known = _joined_masks(sequences.masks, sequences.targets)
+    usable = np.where(known, np.concatenate(sequences.rollout_logprobs), -np.inf)
+    kept = KeptIds(
+        token=_flat(device, [token], torch.int64),
+        ids=_flat(device, [ids], torch.int64),
+        missing=_flat(device, [~known], torch.bool),
+        token_on_host=token,
+    )
+    return kept, [usable]
 
 
 def _flat(device: torch.device, parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
@@ -267,23 +288,23 @@ def _flat(device: torch.device, parts: Sequence[np.ndarray], dtype: torch.dtype)
 
 def _own_tokens(
     part: RowPart,
-    rows: Sequence[np.ndarray],
+    predicting: Sequence[np.ndarray],
     targets: Sequence[np.ndarray],
     kept: KeptIds | None,
     device: torch.device,
 ) -> OwnTokens:
     """Take the policy tokens before which this rank has a token of the row.
 
-    rows: positions before all of them, targets: they themselves; int64, by sample."""
+    predicting: positions before all of them, targets: they themselves; int64, by sequence."""
     split = part.split
-    all_rows = np.concatenate([np.empty(0, np.int64), *rows])
+    all_predicting = np.concatenate([np.empty(0, np.int64), *predicting])
     all_targets = np.concatenate([np.empty(0, np.int64), *targets])
-    own_index = np.flatnonzero(split.owners[all_rows] == part.rank)
+    own_index = np.flatnonzero(split.owners[all_predicting] == part.rank)
     own = OwnTokens(
-        rows=_flat(device, [split.places[all_rows[own_index]]], torch.int64),
+        predicting=_flat(device, [split.places[all_predicting[own_index]]], torch.int64),
         targets=_flat(device, [all_targets[own_index]], torch.int64),
         kept=kept,
-        num_all=len(all_rows),
+        num_all=len(all_predicting),
     )
     if split.is_whole:
         return own
@@ -320,16 +341,14 @@ def _packed(part: RowPart, bounds: torch.Tensor, positions: torch.Tensor) -> Pac
     bounds: of segments, int32 [B + 1]; positions: of this rank's tokens, int64 [T / C] or, in time,
     height and width, [3, T / C]."""
     tree = part.split.tree
-    described: Any = bounds
-    described.positions = positions  # for `trainer.megatron.rope`
-    packed: Any = PackedSeqParams(
+    packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=int(tree.lengths.max()),
         max_seqlen_kv=tree.longest_path,
     )
-    packed.part = part  # attention need not ask the device
+    attach(packed, RowContext(part=part, positions=positions))
     return packed
 
 

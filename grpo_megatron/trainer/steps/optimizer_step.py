@@ -442,6 +442,6 @@ def gather_tokens(
         for update, of_update in zip(updates, values, strict=True):
             on_host = to_host(of_update)
             for microbatch, tokens in zip(update.microbatches, on_host, strict=True):
-                index = batch.flat_index(torch.from_numpy(microbatch.samples))
+                index = batch.flat_index(torch.from_numpy(microbatch.episodes))
                 flat[index] = tokens
     return summed(flat)

@@ -50,7 +50,7 @@ class PolicyGradientLoss:
         if old_logprobs is None:
             old_logprobs = logprobs.detach()
         batch = self.constants.loss_batch(
-            torch.from_numpy(microbatch.samples),
+            torch.from_numpy(microbatch.episodes),
             logprobs=logprobs,
             old_logprobs=old_logprobs,
             rollout_logprobs=microbatch.rollout_logprobs,

@@ -235,7 +235,7 @@ def _take_over(
         values = of_this[index]
         if not len(values):  # no output on this pipeline stage
             continue
-        of_sample = to_device(torch.from_numpy(uses[microbatch.samples]), values.device)
+        of_sample = to_device(torch.from_numpy(uses[microbatch.episodes]), values.device)
         of_token = of_sample[microbatch.sample]
         so_far[index] = torch.where(of_token, values, so_far[index])
 
@@ -278,7 +278,7 @@ class PolicyDriftMonitor:
         starts = np.cumsum(self._table.policy_lengths) - self._table.policy_lengths
         stats = Stats()
         for microbatch, meter, before, after in self._measured(self._logprobs()):
-            samples = torch.from_numpy(microbatch.samples)
+            samples = torch.from_numpy(microbatch.episodes)
             of_tokens = to_device(of_samples[samples], after.device)[microbatch.sample]
             measure_move(meter, "step", after - before, of_tokens)
             stats.add(meter.stats)
@@ -319,7 +319,7 @@ class PolicyDriftMonitor:
             values = found[microbatch.index]
             if not len(values):  # no output on this pipeline stage
                 continue
-            domain = torch.from_numpy(self._domains[microbatch.samples])
+            domain = torch.from_numpy(self._domains[microbatch.episodes])
             domain = to_device(domain, values.device)
             meter = MetricRecorder(domain[microbatch.sample], domain, self._objective.domains)
             yield microbatch, meter, before, values

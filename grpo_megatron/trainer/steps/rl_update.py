@@ -190,7 +190,7 @@ class Training:
                 number = first_update + len(trained.stats)
                 rate = self.config.optimizer.rate(number, num_updates)
                 if self.config.objective.ess_scaling != "none":
-                    share = effective_share(self.batch, update.samples)
+                    share = effective_share(self.batch, update.episodes)
                     rate *= rate_factor(self.config.objective, share)
                     trained.shares.append(share)
                 self.policy.set_learning_rate(rate)
@@ -332,7 +332,7 @@ class Training:
         if constant_length is None:
             constant_length = self.config.rollout.max_new_tokens
         constants = loss_constants(
-            self.objective, self.batch, advantages, update.samples, constant_length
+            self.objective, self.batch, advantages, update.episodes, constant_length
         )
         if self.config.objective.preference_weight > 0:
             constants = with_preference(constants, self.objective, self._margins(update))

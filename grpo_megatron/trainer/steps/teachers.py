@@ -57,7 +57,7 @@ class Teachers:
             if teacher.url:
                 self._recall(policy.models[-1], update, table, number, has_teacher)
                 continue
-            if not table.of_episodes(has_teacher)[update.samples.numpy()].any():  # on every rank
+            if not table.of_episodes(has_teacher)[update.episodes.numpy()].any():  # on every rank
                 continue
             if students is None:
                 students = [tensor.to("cpu", copy=True) for tensor in base_tensors(policy)]
@@ -199,7 +199,7 @@ def _token_index(microbatch: MicroBatch, starts: np.ndarray) -> np.ndarray:
 def _rows(microbatch: MicroBatch, has_teacher: np.ndarray) -> torch.Tensor:
     """Return policy tokens of samples that a teacher teaches, int64 [m]. has_teacher: bool [M], by
     episode."""
-    of_samples = torch.from_numpy(has_teacher[microbatch.samples]).to(microbatch.sample.device)
+    of_samples = torch.from_numpy(has_teacher[microbatch.episodes]).to(microbatch.sample.device)
     return of_samples[microbatch.sample].nonzero()[:, 0]
 
 

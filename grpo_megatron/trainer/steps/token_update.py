@@ -46,7 +46,7 @@ class TokenLoss:
         weights = self._weights(microbatch, output.device)
         if not self.distils:
             return _likelihood_loss(output, weights)
-        of_samples = self.table.of_episodes(self.table.domain)[microbatch.samples]
+        of_samples = self.table.of_episodes(self.table.domain)[microbatch.episodes]
         domain = torch.from_numpy(of_samples)
         domain = to_device(domain, output.device)
         meter = MetricRecorder(domain[microbatch.sample], domain, self.domains)

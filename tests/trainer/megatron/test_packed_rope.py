@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_megatron.trainer.megatron.rope import rotate_packed
+from grpo_megatron.trainer.megatron.row_context import row_of
 
 
 def one_by_one(x, lengths, freqs):
@@ -57,7 +58,7 @@ def test_positions_say_where_a_branch_goes_on():
     freqs = torch.rand(4, 1, 1, 4).repeat(1, 1, 1, 2)
     x = torch.randn(6, 2, 8)
     cu_seqlens = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
-    cu_seqlens.positions = torch.tensor([0, 1, 2, 3, 2, 3])
+    row_of(cu_seqlens).positions = torch.tensor([0, 1, 2, 3, 2, 3])
     found = rotate_packed(x, cu_seqlens, freqs)
     for rows in ([0, 1, 2, 3], [0, 1, 4, 5]):
         alone = torch.tensor([0, 4], dtype=torch.int32)

@@ -22,6 +22,7 @@ from grpo_megatron.trainer.megatron.packed_attention import (
     RowPart,
     whole_row,
 )
+from grpo_megatron.trainer.megatron.row_context import RowContext
 from grpo_megatron.trainer.megatron.transformer_engine_attention import with_gathered_keys
 
 
@@ -154,7 +155,7 @@ def test_what_no_kernel_takes_is_computed_by_torch_in_parts_too(monkeypatch):
             parts[2],
             None,
             attn_mask_type="causal",
-            packed_seq_params=SimpleNamespace(part=RowPart(split, rank)),
+            packed_seq_params=SimpleNamespace(row_context=RowContext(RowPart(split, rank))),
         )
         torch.testing.assert_close(output, whole[own])
 
@@ -178,7 +179,7 @@ def test_parts_get_the_keys_of_all_ranks_and_no_other_context_parallelism(monkey
     monkeypatch.setattr(transformer_engine_attention, "gather_end_to_end", gathered)
     rows = torch.from_numpy(split.own(1))[:, None, None]
     assert rows.flatten().tolist() == [2, 3, 4, 5, 9, 10]
-    packed = SimpleNamespace(part=RowPart(split, 1))
+    packed = SimpleNamespace(row_context=RowContext(RowPart(split, 1)))
     attention.forward(
         rows, rows + 100, rows + 200, None, attn_mask_type="causal", packed_seq_params=packed
     )

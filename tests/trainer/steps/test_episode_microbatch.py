@@ -145,7 +145,7 @@ def test_a_policy_token_is_the_one_after_its_row(tmp_path, groups, share):
     microbatch = packed(table, share=share)
     tokens = microbatch.tokens[0].numpy()
     start = 0
-    number = {episode: place for place, episode in enumerate(microbatch.samples.tolist())}
+    number = {episode: place for place, episode in enumerate(microbatch.episodes.tolist())}
     for row, token_rows in zip(
         microbatch.table_rows.tolist(), microbatch.tree.token_rows, strict=True
     ):
@@ -159,7 +159,9 @@ def test_a_policy_token_is_the_one_after_its_row(tmp_path, groups, share):
         )
         np.testing.assert_array_equal(microbatch.targets[own], ids[places])
         np.testing.assert_array_equal(microbatch.rollout_logprobs[own], logprobs[places])
-        np.testing.assert_array_equal(microbatch.rows[own], token_rows[num_prompt + places - 1])
+        np.testing.assert_array_equal(
+            microbatch.predicting[own], token_rows[num_prompt + places - 1]
+        )
         assert (microbatch.sample[own] == number[int(table.episode[row])]).all()
         start = end
     assert start == len(microbatch.targets)

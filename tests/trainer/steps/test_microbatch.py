@@ -68,8 +68,8 @@ def test_samples_lie_end_to_end(tmp_path):
 def test_a_policy_token_is_the_one_after_its_row(tmp_path):
     found = build(table(tmp_path / "step"), [2, 0, 1])
     assert found.targets.tolist() == [51, 52, 53, 31, 32, 41]
-    assert found.rows.tolist() == [0, 1, 2, 6, 7, 11]
-    assert found.tokens[0, found.rows + 1].tolist() == found.targets.tolist()
+    assert found.predicting.tolist() == [0, 1, 2, 6, 7, 11]
+    assert found.tokens[0, found.predicting + 1].tolist() == found.targets.tolist()
     assert found.sample.tolist() == [0, 0, 0, 1, 1, 2]
     assert found.rollout_logprobs.tolist() == [-n / 64 for n in (51, 52, 53, 31, 32, 41)]
     assert found.kept is None
@@ -87,7 +87,7 @@ def test_padding_is_a_sequence_of_its_own(tmp_path, rows, pad_to, total):
     assert found.position_ids[0, used:].tolist() == list(range(total - used))
     assert int(found.packed.cu_seqlens_q[-1]) == total
     assert len(found.packed.cu_seqlens_q) == len(rows) + 1 + (total > used)
-    assert int(found.rows.max()) < used
+    assert int(found.predicting.max()) < used
 
 
 def test_a_rank_without_samples_computes_padding_only(tmp_path):
@@ -95,9 +95,9 @@ def test_a_rank_without_samples_computes_padding_only(tmp_path):
     assert found.tokens.tolist() == [[0] * 4]
     assert found.packed.cu_seqlens_q.tolist() == [0, 4]
     assert found.lengths == ()
-    for column in (found.rows, found.targets, found.sample, found.rollout_logprobs):
+    for column in (found.predicting, found.targets, found.sample, found.rollout_logprobs):
         assert column.shape == (0,)
-    assert found.rows.dtype == found.targets.dtype == torch.int64
+    assert found.predicting.dtype == found.targets.dtype == torch.int64
 
 
 def test_the_longest_sequence_may_be_the_padding(tmp_path):
