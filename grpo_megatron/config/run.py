@@ -227,6 +227,9 @@ class TeacherConfig(Strict):
     """Checkpoint of the student's architecture and tokenizer, Hugging Face or of a run."""
     url: str | None = Field(None, pattern="^https?://")
     """vLLM server of any model with the student's tokenizer, for topk_tail: http://HOST:PORT."""
+    model: str | None = Field(None, min_length=1)
+    """What the server at `url` calls the teacher: one of its models or adapters (vLLM's
+    `--lora-modules NAME=DIRECTORY`); default: the first that it lists."""
     api_key: str | None = Field(None, pattern=REFERENCE)
     """Key that the server asks for: the name of the environment variable that has it, `"$NAME"`."""
     domains: tuple[str, ...] = ()

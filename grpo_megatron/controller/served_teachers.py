@@ -12,7 +12,8 @@ import numpy as np
 
 from grpo_megatron.config.run import RunConfig, TeacherConfig
 from grpo_megatron.config.secret_values import from_environment
-from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.errors import ConfigError, EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.together import finish_or_cancel
@@ -52,11 +53,28 @@ class ServedTeachers:
     async def meet(self, prompts: Sequence[Prompt]) -> None:
         """Ask every teacher to tokenise those of `prompts` that it teaches.
 
-        Raises MismatchError where it has other tokens for one than the student."""
+        Raises ConfigError where a server has no model of the teacher's name; MismatchError where it
+        has other tokens for a prompt than the student."""
         for number in self._pools:
+            await self._find_model(number)
             for prompt in prompts:
                 if self._teaches(number, prompt):
                     await self._compare_tokens(number, prompt)
+
+    async def _find_model(self, number: int) -> None:
+        """Check that the teacher's server has a model or an adapter of its name, if it has one."""
+        teacher = self._teachers[number]
+        if teacher.model is None:
+            return
+        answer = await self._ask(number, "/v1/models", method="GET")
+        served = [model["id"] for model in answer["data"]]
+        if teacher.model not in served:
+            raise ConfigError(
+                f"the server at {teacher.url} has no model {teacher.model!r}",
+                where=f"distillation.teachers.{number}.model",
+                remedy=f"{did_you_mean(teacher.model, served)} (vLLM's --lora-modules "
+                "NAME=DIRECTORY adds one)",
+            )
 
     async def _compare_tokens(self, number: int, prompt: Prompt) -> None:
         body = {"prompt": prompt.text, "add_special_tokens": False}
@@ -95,13 +113,15 @@ class ServedTeachers:
         questions: list[Awaitable[np.ndarray]] = []
         for completion in group.completions:
             for sequence in completion.sequences:
-                questions.append(self._ask(number, group.prompt, sequence))
+                questions.append(self._likeliest(number, group.prompt, sequence))
         return questions
 
     def _teaches(self, number: int, prompt: Prompt) -> bool:
         return prompt.domain in (self._teachers[number].domains or self._names)
 
-    async def _ask(self, number: int, prompt: Prompt, completion: StoredCompletion) -> np.ndarray:
+    async def _likeliest(
+        self, number: int, prompt: Prompt, completion: StoredCompletion
+    ) -> np.ndarray:
         """Return (id, log-prob) of the k most likely tokens at every policy token of a sequence,
         float64 [n, k, 2]."""
         prompt_ids = completion.prompt_ids(prompt)
@@ -132,9 +152,19 @@ class ServedTeachers:
         )
 
     async def _post(self, number: int, path: str, body: dict[str, Any]) -> Any:
+        """Ask teacher `number` by the name that its server knows it by."""
+        model = self._teachers[number].model
+        if model is not None:
+            body = {**body, "model": model}
+        return await self._ask(number, path, body)
+
+    async def _ask(self, number: int, path: str, *arguments: Any, **options: Any) -> Any:
+        """Make a request to the server of teacher `number`, as `EngineClient.control`."""
         async with self._turn:  # what waits here does not run into the time limit
             answer, _ = await self._pools[number].call(
-                lambda replica: replica.client.control(path, body, timeout_s=self._timeout_s)
+                lambda replica: replica.client.control(
+                    path, *arguments, timeout_s=self._timeout_s, **options
+                )
             )
         return answer
 

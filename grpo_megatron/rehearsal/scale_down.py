@@ -201,6 +201,9 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
             if teacher.url is not None:
                 key = f"distillation.teachers.{number}.url"
                 changes.set(key, stand_ins.teacher_server, "a local server of a random teacher")
+            if teacher.model is not None:
+                key = f"distillation.teachers.{number}.model"
+                changes.set(key, None, "that server has one model")
 
 
 def _sizes(config: RunConfig, changes: _Changes) -> None:

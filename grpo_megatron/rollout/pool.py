@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grpo_megatron import progress
 from grpo_megatron.errors import EngineError, GrpoMegatronError
 from grpo_megatron.rollout.client import EngineClient, EngineUnreachable
-from grpo_megatron.rollout.segments import Result
+from grpo_megatron.rollout.together import Result
 
 _LOOK_S = 0.2
 

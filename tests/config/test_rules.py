@@ -276,6 +276,7 @@ BROKEN = [
         "teacher_source",
         [*DISTIL, 'distillation={mode="topk_tail", teachers=[{path="t", url="http://u"}]}'],
     ),
+    ("teacher_model", [*DISTIL, 'distillation={teachers=[{path="t", model="math"}]}']),
     ("served_teacher", [*DISTIL, 'distillation={teachers=[{url="http://u"}]}']),
     (
         "served_teacher",

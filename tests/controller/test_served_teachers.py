@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +86,9 @@ def served(
         text = (await request.json())["prompt"]
         return web.json_response({"tokens": [ord(c) for c in text]})
 
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "base"}, {"id": "plus"}]})
+
     async def health(request: web.Request) -> web.Response:
         return web.Response()
 
@@ -91,6 +98,7 @@ def served(
             [
                 web.post("/v1/completions", complete),
                 web.post("/tokenize", tokenize),
+                web.get("/v1/models", models),
                 web.get("/health", health),
             ]
         )
@@ -213,80 +221,185 @@ def test_another_tokenizer_is_found_out():
     assert "share their tokenizer" in str(error.value)
 
 
+def test_a_teacher_is_asked_by_its_name():
+    def ask(teachers):
+        return teachers.answers(GROUPS[1:])
+
+    _, asked = served(ask, teacher={"model": "plus"})
+    assert {body["model"] for body in asked} == {"plus"}
+    _, asked = served(ask)
+    assert not any("model" in body for body in asked)
+    served(lambda teachers: teachers.meet([]), teacher={"model": "plus"})
+    with pytest.raises(ConfigError, match="has no model 'plos'") as error:
+        served(lambda teachers: teachers.meet([]), teacher={"model": "plos"})
+    assert "distillation.teachers.1.model" in str(error.value)
+    assert "did you mean 'plus'?" in str(error.value)
+
+
+@contextmanager
+def scoring_server(folder: Path, model: Path, *flags: str) -> Iterator[str]:
+    """The address of vLLM's own server, as a user starts one."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = folder / "server.log"
+    options = {
+        "--model": str(model),
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": "float32",
+        "--max-model-len": "64",
+        "--max-logprobs": str(TOP_K),
+        "--block-size": "32",
+        "--kv-cache-memory-bytes": "33554432",
+    }
+    words = [word for option in options.items() for word in option]
+    environment = {
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    with open(log, "w") as file:
+        server = subprocess.Popen(
+            [*program, *words, *flags],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+        )
+
+    async def ready() -> None:
+        async with EngineClient(url) as client:
+            await client.wait_ready(1200, lambda: server.poll() is None)
+
+    url = f"http://127.0.0.1:{port}"
+    try:
+        asyncio.run(ready())
+        yield url
+    except Exception as error:
+        raise RuntimeError(log.read_text()[-3000:]) from error
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def asked_of(*teachers: dict, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]) -> dict:
+    """What real servers answer."""
+
+    async def ask():
+        served = ServedTeachers(config_of(*teachers))
+        try:
+            await served.meet(prompts)
+            return await served.answers(groups)
+        finally:
+            await served.close()
+
+    return asyncio.run(ask())
+
+
+def assert_as_transformers(found: dict, number: int, model, groups: Sequence[RolloutGroup]) -> None:
+    """The answers of a teacher are the model's likeliest tokens."""
+    import torch
+
+    expected = []
+    for group in groups:
+        prompt_ids = group.prompt.token_ids
+        for completion in group.completions:
+            ids = torch.tensor([[*prompt_ids, *completion.token_ids.tolist()]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt_ids) - 1 : -1]
+            expected.append(logits.log_softmax(-1))
+    best, ids = torch.cat(expected).topk(TOP_K)
+    np.testing.assert_array_equal(found[f"{number}/ids"], ids.numpy())
+    np.testing.assert_allclose(found[f"{number}/logprobs"], best.numpy(), atol=1e-4)
+
+
+def of_domain(domain: str, path: Path) -> tuple[Prompt, RolloutGroup]:
+    """A prompt in the model's tokens, and two completions of it."""
+    tokenizer = load_tokenizer(path)
+    ids = tuple(tokenizer.encode("12+34="))
+    prompt = Prompt(f"{domain}-1", domain, "12+34=", ids, "")
+    return prompt, group_of(domain, ids, tuple(tokenizer.encode("46")), (7, 8, 9))
+
+
 @pytest.mark.engine
 @pytest.mark.recipes
 def test_a_real_server_answers_as_transformers_does(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    write_tiny_model(tmp_path / "model", load_preset("tiny-qwen3-moe"))
-    init_weights(tmp_path / "model", 3)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
-    with open(log, "w") as file:
-        server = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--model",
-                tmp_path / "model",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-                "--dtype",
-                "float32",
-                "--max-model-len",
-                "64",
-                "--max-logprobs",
-                str(TOP_K),
-                "--enforce-eager",
-                "--block-size",
-                "32",
-                "--kv-cache-memory-bytes",
-                "33554432",
-            ],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ
-            | {
-                "TORCHDYNAMO_DISABLE": "1",
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            },
+    path = tmp_path / "model"
+    write_tiny_model(path, load_preset("tiny-qwen3-moe"))
+    init_weights(path, 3)
+    prompt, group = of_domain("b", path)
+    with scoring_server(tmp_path, path) as url:
+        found = asked_of({"url": url}, prompts=[prompt], groups=[group])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    assert_as_transformers(found, 0, model, [group])
+
+
+def write_adapter(folder: Path, model: Path, seed: int) -> dict:
+    """Write an adapter of the attention as PEFT has them; returns what it adds to the weights."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(seed)
+    rank, alpha = 4, 8
+    tensors, added = {}, {}
+    for name, weight in AutoModelForCausalLM.from_pretrained(model).named_parameters():
+        if "self_attn" not in name or "_proj" not in name:
+            continue
+        layer = name.removesuffix(".weight")
+        rows, columns = weight.shape
+        a = torch.randn(rank, columns, generator=generator) / columns**0.5
+        b = torch.randn(rows, rank, generator=generator) / 4
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = a
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = b
+        added[name] = b @ a * (alpha / rank)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return added
+
+
+@pytest.mark.engine
+@pytest.mark.recipes
+def test_one_server_has_the_experts_of_all_domains_as_adapters(tmp_path):
+    """Two experts and the weights themselves are asked at the same time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path / "model"
+    write_tiny_model(path, load_preset("tiny-qwen3-moe"))
+    init_weights(path, 3)
+    added = {"plus": write_adapter(tmp_path / "plus", path, 1)}
+    added["minus"] = write_adapter(tmp_path / "minus", path, 2)
+    experts = [f"{name}={tmp_path / name}" for name in added]
+    attention = ("--lora-target-modules", "qkv_proj", "o_proj")
+    slots = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", *attention)
+    of_a, of_b = of_domain("a", path), of_domain("b", path)
+    prompts, groups = zip(of_a, of_b, strict=True)
+    with scoring_server(tmp_path, path, *slots, "--lora-modules", *experts) as url:
+        found = asked_of(
+            {"url": url, "model": "plus", "domains": ["a"]},
+            {"url": url, "model": "minus", "domains": ["b"]},
+            {"url": url},
+            prompts=prompts,
+            groups=groups,
         )
-    tokenizer = load_tokenizer(tmp_path / "model")
-    prompt = Prompt("b-1", "b", "12+34=", tuple(tokenizer.encode("12+34=")), "")
-    group = group_of("b", prompt.token_ids, tuple(tokenizer.encode("46")), (7, 8, 9))
-
-    async def ask():
-        async with EngineClient(url) as client:
-            await client.wait_ready(1200, lambda: server.poll() is None)
-        teachers = ServedTeachers(config_of({"url": url}))
-        try:
-            await teachers.meet([prompt])
-            return await teachers.answers([group])
-        finally:
-            await teachers.close()
-
-    try:
-        found = asyncio.run(ask())
-    except Exception as error:
-        raise RuntimeError(log.read_text()[-3000:]) from error
-    finally:
-        server.terminate()
-        server.wait(30)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    expected = []
-    for completion in group.completions:
-        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids.tolist()]])
-        with torch.no_grad():
-            expected.append(model(ids).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1))
-    best, ids = torch.cat(expected).topk(TOP_K)
-    np.testing.assert_array_equal(found["0/ids"], ids.numpy())
-    np.testing.assert_allclose(found["0/logprobs"], best.numpy(), atol=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert_as_transformers(found, 2, model, groups)
+    for number, (name, group) in enumerate(zip(("plus", "minus"), groups, strict=True)):
+        changed = {key: weights[key] + of_layer for key, of_layer in added[name].items()}
+        model.load_state_dict({**weights, **changed})
+        assert_as_transformers(found, number, model, [group])
 
 
 def test_a_teacher_is_asked_about_sequences_and_answers_for_policy_tokens():

@@ -259,7 +259,7 @@ def test_judges_are_asked_at_the_local_server(tmp_path):
 
 SERVED = (
     "distillation.mode=topk_tail",
-    "distillation.teachers=[{url='http://big:8000'}]",
+    "distillation.teachers=[{url='http://big:8000', model='math'}]",
     "rollout.max_model_len=2048",
 )
 
@@ -286,13 +286,13 @@ def test_teachers_behind_servers_are_asked_at_a_local_one(tmp_path):
     after = resolve("stages/tiny-distil", overrides).config
     assert after.distillation is not None
     [teacher] = after.distillation.teachers
-    assert teacher.url == "http://127.0.0.1:2" and teacher.path is None
+    assert teacher.url == "http://127.0.0.1:2" and teacher.path is None and teacher.model is None
     assert after.distillation.mode == "topk_tail"
     assert after.distillation.top_k == MAX_TOP_K
     # its server takes one token more than the run's engines
     assert after.rollout.max_model_len == MAX_MODEL_LEN - 1
     of_teachers = [change.key for change in changes if "teachers" in change.key]
-    assert of_teachers == ["distillation.teachers.0.url"]
+    assert of_teachers == ["distillation.teachers.0.url", "distillation.teachers.0.model"]
 
 
 def test_a_teacher_has_the_tokenizer_of_the_model_that_is_given(tmp_path, monkeypatch):

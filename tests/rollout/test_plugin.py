@@ -17,6 +17,7 @@ import torch
 from grpo_megatron.errors import SetupError
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import (
+    cpu_adapters,
     cpu_eager_layers,
     cpu_fork_start,
     cpu_fp8_blocks,
@@ -24,7 +25,6 @@ from grpo_megatron.rollout.plugin import (
     cpu_latent_norm,
     cpu_moe_beside_adapters,
     cpu_moe_update,
-    cpu_one_adapter,
     cpu_rotary_embedding,
     cpu_routed_experts,
     engine_orphans,
@@ -306,17 +306,19 @@ def test_experts_keep_their_kernel_where_lora_is_on():
     assert _backend_with_adapters() == "cpu"
 
 
-def _added(of_tokens: tuple[int, ...]) -> torch.Tensor:
-    """What a layer of two slices adds for tokens with the adapter (1) and without (0)."""
+def _added(of_tokens: tuple[int, ...], num_slots: int = 1) -> torch.Tensor:
+    """What a layer of two slices adds for tokens with the adapters 1, 2, ... and without (0)."""
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     wrapper = PunicaWrapperCPU(16, 8, "cpu")
-    wrapper.update_metadata(LoRAMapping(of_tokens, of_tokens, is_prefill=True), [1], 2, 64)
+    slots = list(range(1, num_slots + 1))
+    mapping = LoRAMapping(of_tokens, of_tokens, is_prefill=True)
+    wrapper.update_metadata(mapping, slots, num_slots + 1, 64)
     torch.manual_seed(0)
     states, added = torch.randn(5, 12), torch.zeros(5, 10)
-    a = tuple(torch.randn(1, 1, 4, 12) for _ in range(2))
-    b = tuple(torch.randn(1, 1, rows, 4) for rows in (6, 4))
+    a = tuple(torch.randn(num_slots, 1, 4, 12) for _ in range(2))
+    b = tuple(torch.randn(num_slots, 1, rows, 4) for rows in (6, 4))
     wrapper.add_lora_linear(added, states, a, b, 1.0, (6, 4))
     return added
 
@@ -324,19 +326,23 @@ def _added(of_tokens: tuple[int, ...]) -> torch.Tensor:
 def test_upstream_a_token_without_an_adapter_gets_that_of_others():
     assert (_added((1, 1, 0, 0, 1)) != 0).all()
     assert (_added((0, 0, 0, 0, 0)) == 0).all()
+    mixed = _added((1, 3, 0, 0, 2), num_slots=3)
+    torch.testing.assert_close(mixed[2:4], _added((3,) * 5, num_slots=3)[2:4])
 
 
-def test_one_adapter_is_computed_without_copies(monkeypatch):
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_every_token_gets_its_adapter_or_none(monkeypatch, num_slots):
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    expected = _added((1, 1, 1, 1, 1))
+    expected = {0: torch.zeros(5, 10)}
+    for slot in range(1, num_slots + 1):
+        expected[slot] = _added((slot,) * 5, num_slots)
     monkeypatch.setattr(PunicaWrapperCPU, "add_lora_linear", PunicaWrapperCPU.add_lora_linear)
-    cpu_one_adapter.apply()
-    torch.testing.assert_close(_added((1, 1, 1, 1, 1)), expected)
-    has_adapter = torch.tensor([1, 1, 0, 0, 1])
-    mixed = _added(tuple(has_adapter.tolist()))
-    torch.testing.assert_close(mixed, expected * has_adapter[:, None])
-    assert (_added((0, 0, 0, 0, 0)) == 0).all()
+    cpu_adapters.apply()
+    for of_tokens in ((1,) * 5, (0,) * 5, (num_slots, 1, 0, 0, min(2, num_slots))):
+        found = _added(of_tokens, num_slots)
+        for token, slot in enumerate(of_tokens):
+            torch.testing.assert_close(found[token], expected[slot][token])
 
 
 def test_upstream_takes_no_float32_beside_fp8(restore):

@@ -124,6 +124,21 @@ def teacher_is_a_path_or_a_server(run: RunConfig) -> list[Violation]:
     return found
 
 
+@DISTILLATION_RULES.rule("teacher_model")
+def names_are_of_servers(run: RunConfig) -> list[Violation]:
+    """Refuse the name of a model where there is no server that could have several."""
+    found = []
+    for index, teacher in enumerate(_teachers(run)):
+        if teacher.model is not None and teacher.url is None:
+            violation = Violation(
+                f"distillation.teachers.{index}.model",
+                "a teacher with a path has no other name",
+                remedy="remove it, or set the url of the server that has the model",
+            )
+            found.append(violation)
+    return found
+
+
 @DISTILLATION_RULES.rule("teacher_domains")
 def teachers_know_their_domains(run: RunConfig) -> list[Violation]:
     """Refuse teachers of domains that the recipe does not have."""

@@ -28,7 +28,7 @@ _CPU_FIXES: tuple[str, ...] = (
     "cpu_latent_norm",
     "cpu_moe_beside_adapters",
     "cpu_moe_update",
-    "cpu_one_adapter",
+    "cpu_adapters",
     "cpu_rotary_embedding",
     "cpu_routed_experts",
     "cpu_tied_head",

@@ -63,7 +63,7 @@ def config_of(context_parallel_size: int = 1) -> TransformerConfig:
 
 def attend(tree: RowTree) -> tuple[dict[str, Any], SimpleNamespace]:
     attention = with_gathered_keys(Core)(config_of())
-    packed = SimpleNamespace(part=whole_row(tree))
+    packed = SimpleNamespace(row_context=RowContext(whole_row(tree)))
     rows = torch.arange(tree.num_tokens)
     query, key, value = (rows[:, None, None] + 100 * part for part in range(3))
     output = attention.forward(
@@ -119,7 +119,7 @@ def test_what_no_kernel_takes_is_computed_by_torch(tree, caplog):
         PackedAttention(config_of()),
     ):
         query, key, value = numbers_of(tree)
-        packed = SimpleNamespace(part=whole_row(tree))
+        packed = SimpleNamespace(row_context=RowContext(whole_row(tree)))
         output = module.forward(
             query, key, value, None, attn_mask_type="causal", packed_seq_params=packed
         )
@@ -135,7 +135,7 @@ def test_what_no_kernel_takes_is_computed_by_torch_in_parts_too(monkeypatch):
     tree = RowTree(np.array([8, 4]), np.array([-1, -1]), ())
     query, key, value = numbers_of(tree)
     whole = PackedAttention(config_of()).forward(
-        query, key, value, None, SimpleNamespace(part=whole_row(tree))
+        query, key, value, None, SimpleNamespace(row_context=RowContext(whole_row(tree)))
     )
     split = split_row(tree, 2, 1)
     own_tokens = [torch.from_numpy(split.own(rank)) for rank in range(2)]

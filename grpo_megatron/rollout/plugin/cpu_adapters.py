@@ -1,4 +1,4 @@
-"""CPU: an engine with one slot computes its adapter by two products of matrices.
+"""CPU: adapters of an engine are computed by products of matrices, slot by slot.
 
 Gap (vLLM 0.32.0, lora/ops/torch_ops/lora_ops.py:35): for each token of a batch A and B of its
 adapter are copied, [tokens, out, rank] numbers for every layer. And a defect: tokens of a request
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def apply() -> None:
-    """Compute the adapter of an engine with one slot without copies of it."""
+    """Compute adapters without copies of them, and none where a request has none."""
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     original = PunicaWrapperCPU.add_lora_linear
@@ -29,19 +29,20 @@ def apply() -> None:
         output_slices: tuple[int, ...],
         **kwargs: Any,
     ) -> None:
-        if len(lora_a_stacked[0]) != 1 or kwargs:
+        if kwargs:
             original(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs)
             return
         if self.no_lora:
             return
-        has_adapter = self.token_lora_indices >= 0
+        inputs = x.view(-1, x.shape[-1])
         outputs = y.view(-1, y.shape[-1])
-        start = 0
-        for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            low = x.view(-1, x.shape[-1]) @ a[0, 0].t() * scale
-            if not has_adapter.all():
-                low = low * has_adapter[:, None]
-            outputs[:, start : start + size] += low @ b[0, 0].t()
-            start += size
+        num_slots = len(lora_a_stacked[0])
+        for slot in range(num_slots):
+            is_in_slot = (self.token_lora_indices == slot)[:, None]
+            start = 0
+            for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                low = inputs @ a[slot, 0].t() * scale * is_in_slot
+                outputs[:, start : start + size] += low @ b[slot, 0].t()
+                start += size
 
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
