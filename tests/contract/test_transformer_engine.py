@@ -183,7 +183,7 @@ def attention_without_kernel() -> float:
         query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=packed
     )
     expected = packed_attention.PackedAttention(config)(
-        query, key, value, None, SimpleNamespace(part=row)
+        query, key, value, None, SimpleNamespace(row_context=RowContext(row))
     )
     return float((found - expected).abs().max())
 
