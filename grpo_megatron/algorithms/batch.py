@@ -343,40 +343,17 @@ class LossConstants:
         replayed_masks: bool by name, of all tokens of the whole batch."""
         device = logprobs.device
         counts = self.batch.token_counts[rows]
-        index = self.batch.flat_index(rows)
-
-        def to_tokens(values: Tensor) -> Tensor:
-            # on the host, which knows how many tokens that makes
-            of_tokens = values[rows].to(logprobs.dtype).repeat_interleave(counts)
-            return to_device(of_tokens, device)
-
-        def at_tokens(column: Tensor | None) -> Tensor | None:
-            if column is None:
-                return None
-            return to_device(column[index], device)
-
+        columns = _Columns(rows, counts, self.batch.flat_index(rows), logprobs.dtype, device)
         if self.advantages.per_token:
-            advantages = to_device(self.advantages.values[index].to(logprobs.dtype), device)
+            advantages = columns.of_tokens(self.advantages.values, logprobs.dtype)
         else:
-            advantages = to_tokens(self.advantages.values)
-        weight_slopes = None
-        if self.weight_slopes is not None:
-            weight_slopes = to_tokens(self.weight_slopes)
-        turn = None
-        if self.turns is not None:
-            _, turn = torch.unique_consecutive(self.turns[index], return_inverse=True)
-            turn = to_device(turn, device)
+            advantages = columns.to_tokens(self.advantages.values)
         preference = None
         if self.preference is not None:
             preference = to_device(self.preference[:, rows].to(logprobs.dtype), device)
-        positive_weights = None
-        if self.positive_weights is not None:
-            positive_weights = to_tokens(self.positive_weights)
         masks = None
         if replayed_masks is not None:
-            masks = {}
-            for name, mask in replayed_masks.items():
-                masks[name] = to_device(mask[index], device)
+            masks = {name: columns.of_tokens(mask) for name, mask in replayed_masks.items()}
         if untruncated_logprobs is None:
             untruncated_logprobs = logprobs
         return LossBatch(
@@ -385,24 +362,65 @@ class LossConstants:
             rollout_logprobs=rollout_logprobs,
             entropies=entropies,
             advantages=advantages,
-            weights=to_tokens(self.weights),
+            weights=columns.to_tokens(self.weights),
             sample=to_device(torch.arange(len(rows)).repeat_interleave(counts), device),
             token_counts=to_device(counts, device),
             domain=to_device(self.batch.domains[rows], device),
             untruncated_logprobs=untruncated_logprobs,
             ref_logprobs=ref_logprobs,
-            turn=turn,
-            weight_slopes=weight_slopes,
+            turn=columns.numbered_anew(self.turns),
+            weight_slopes=columns.to_tokens_if_any(self.weight_slopes),
             preference=preference,
-            positive_weights=positive_weights,
-            low_entropy=at_tokens(self.low_entropy),
-            covariant=at_tokens(self.covariant),
-            outlying=at_tokens(self.outlying),
-            router_shift=at_tokens(self.router_shift),
-            spoilt=at_tokens(self.batch.spoilt),
-            staleness=at_tokens(self.batch.staleness),
+            positive_weights=columns.to_tokens_if_any(self.positive_weights),
+            low_entropy=columns.of_tokens_if_any(self.low_entropy),
+            covariant=columns.of_tokens_if_any(self.covariant),
+            outlying=columns.of_tokens_if_any(self.outlying),
+            router_shift=columns.of_tokens_if_any(self.router_shift),
+            spoilt=columns.of_tokens_if_any(self.batch.spoilt),
+            staleness=columns.of_tokens_if_any(self.batch.staleness),
             replayed_masks=masks,
         )
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of a whole batch, on the host, at the policy tokens of some of its samples."""
+
+    rows: Tensor  # int64 [S]: the samples
+    counts: Tensor  # int64 [S]: their policy tokens
+    index: Tensor  # int64 [n]: these in the batch
+    dtype: torch.dtype
+    device: torch.device
+
+    def of_tokens(self, column: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Take what every token of the batch has to those of the samples, on the device: [n]; as
+        `dtype`, if it is given."""
+        return to_device(column[self.index].to(dtype or column.dtype), self.device)
+
+    def of_tokens_if_any(self, column: Tensor | None) -> Tensor | None:
+        """As `of_tokens`; None stays None."""
+        if column is None:
+            return None
+        return self.of_tokens(column)
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Give every token the value of its sample, on the device: [N] -> [n]."""
+        # repeated on the host, which knows how many tokens that makes
+        of_samples = values[self.rows].to(self.dtype)
+        return to_device(of_samples.repeat_interleave(self.counts), self.device)
+
+    def to_tokens_if_any(self, values: Tensor | None) -> Tensor | None:
+        """As `to_tokens`; None stays None."""
+        if values is None:
+            return None
+        return self.to_tokens(values)
+
+    def numbered_anew(self, turns: Tensor | None) -> Tensor | None:
+        """As `of_tokens_if_any`, of turns: those of the samples are 0, 1, ..."""
+        if turns is None:
+            return None
+        _, numbers = torch.unique_consecutive(turns[self.index], return_inverse=True)
+        return to_device(numbers, self.device)
 
 
 # --- a micro-batch
