@@ -12,7 +12,7 @@ from grpo_megatron.types import policy_mask
 from tests.e2e import runs
 from tests.e2e.family_models import reference_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.families]
 
 DEMO = "demo/agent-calculator-cpu"
 NUM_STEPS = 3
@@ -66,7 +66,6 @@ def logprobs_by(model, ids: np.ndarray, num_prompt: int) -> np.ndarray:
     return of_tokens.numpy()
 
 
-@pytest.mark.families
 def test_every_policy_token_of_whole_conversations(agent_run, models):
     differences = []
     num_turns = []

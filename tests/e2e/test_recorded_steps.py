@@ -103,6 +103,7 @@ def test_a_recorded_step_is_reproduced_at_another_layout(noisy, layout):
     assert before == {path: path.stat().st_mtime_ns for path in noisy.rglob("*.safetensors")}
 
 
+@pytest.mark.matrix
 def test_the_first_step_is_computed_from_the_weights_that_the_run_was_given(noisy):
     """It has no checkpoint; another layout reproduces it."""
     assert not (noisy / "checkpoints" / "step_000000").exists()

@@ -13,7 +13,7 @@ from tests.integration.test_publish import assert_agree, train_request
 from tests.rollout.engines import Server
 from tests.trainer.models import write_samples
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 LAYOUT = {
     "tensor_parallel_size": 2,
