@@ -34,7 +34,7 @@ class LogitsModel(PolicyModel):
             hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None
         )
         logits = gather_from_tensor_model_parallel_region(logits)
-        own_logits = logits[self._own.rows, 0, : self.real_vocab_size]
+        own_logits = logits[self._own.predicting, 0, : self.real_vocab_size]
         return found_by_all(own_logits.t().contiguous(), self._own).t()
 
 
