@@ -34,11 +34,11 @@ CHANGES = [
     ("pp2_vpp2", "dp2"),
     ("dp2", "ep2"),
     ("pp2_ep2", "tp2_pp2"),
-    ("tp2_pp2", "w1"),
-    ("cp2", "dp2"),
     ("pp2_ep2", "cp2_ep2"),
 ]
 FURTHER_CHANGES = [
+    ("tp2_pp2", "w1"),
+    ("cp2", "dp2"),
     ("w1", "tp2"),
     ("tp2", "pp2"),
     ("ep2", "w1"),

@@ -24,7 +24,7 @@ from tests.rollout.engines import Trainer as WeightTrainer
 from tests.rollout.servers import DUMMY
 from tests.trainer.models import write_samples
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 ATTENTION = {"rank": 4, "targets": ["self_attn"], "publish": "adapter"}
 EVERYWHERE = {"rank": 3, "alpha": 7, "rank_stabilised": True, "publish": "adapter"}
@@ -90,7 +90,7 @@ def largest_difference(ones: Sequence[Completion], others: Sequence[Completion])
 
 @pytest.mark.parametrize(
     ("name", "lora"),
-    [pytest.param("dense", EVERYWHERE, marks=pytest.mark.matrix), ("moe", ATTENTION)],
+    [("dense", EVERYWHERE), ("moe", ATTENTION)],
 )
 def test_an_adapter_published_is_a_merged_publish(
     slots, checkpoints, world1, training_samples, tmp_path, name, lora
@@ -122,7 +122,6 @@ def test_an_adapter_published_is_a_merged_publish(
     assert {span.version for c in beside for span in c.versions} == {2}
 
 
-@pytest.mark.matrix
 def test_weights_go_once_and_adapters_in_every_publish(
     slots, checkpoints, world2, training_samples, tmp_path
 ):
@@ -157,7 +156,6 @@ def test_weights_go_once_and_adapters_in_every_publish(
     asyncio.run(run())
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("pause", ["wait", "keep"])
 def test_requests_that_wait_for_an_adapter_are_sampled_from_it(
     slots, checkpoints, world1, training_samples, tmp_path, pause
@@ -200,7 +198,6 @@ def test_requests_that_wait_for_an_adapter_are_sampled_from_it(
     asyncio.run(run())
 
 
-@pytest.mark.matrix
 def test_an_engine_that_comes_back_gets_weights_and_adapter(
     slots, checkpoints, world1, training_samples, tmp_path
 ):
@@ -231,7 +228,6 @@ def test_an_engine_that_comes_back_gets_weights_and_adapter(
     asyncio.run(run())
 
 
-@pytest.mark.matrix
 def test_magnitudes_of_dora_are_published_in_the_weights(
     slots, checkpoints, world2, training_samples, tmp_path
 ):
@@ -261,7 +257,6 @@ def test_magnitudes_of_dora_are_published_in_the_weights(
     asyncio.run(run())
 
 
-@pytest.mark.matrix
 def test_a_cold_start_publishes_its_weights_and_then_adapters_begin(
     slots, checkpoints, world1, training_samples, tmp_path
 ):

@@ -33,7 +33,7 @@ from tests.trainer.vision import (
     write_vision_samples,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 
 DEEP = "qwen3_vl"
@@ -45,10 +45,10 @@ CONFIGURATIONS = {"qwen2_5_vl": VISION, DEEP: DEEP_VISION, SPARSE: SPARSE_VISION
     scope="module",
     params=[
         ("qwen2_5_vl", 1),
-        pytest.param(("qwen2_5_vl", 2), marks=pytest.mark.matrix),
-        pytest.param((DEEP, 1), marks=pytest.mark.matrix),
-        pytest.param((DEEP, 2), marks=pytest.mark.matrix),
-        pytest.param((SPARSE, 2), marks=pytest.mark.matrix),
+        ("qwen2_5_vl", 2),
+        (DEEP, 1),
+        (DEEP, 2),
+        (SPARSE, 2),
     ],
     ids=lambda case: "-".join(map(str, case)),
 )
@@ -92,7 +92,7 @@ def prompts_of(model: Path, folder: ImageFolder) -> list[Prompt]:
     return prompts
 
 
-@pytest.mark.parametrize("tower", ["trained", pytest.param("frozen", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
 def test_engine_and_trainer_agree_about_images(server, seeing_model, world2, tmp_path, tower):
     """From weights at random on: everything that the engine sees with was sent to it. It is asked
     about the same images again after the tower has changed, and must not remember what it made of

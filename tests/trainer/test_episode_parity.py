@@ -16,6 +16,7 @@ from grpo_megatron.batching.drift_file import read_drift
 from grpo_megatron.batching.mask_file import read_masks
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.types import Completion, RolloutGroup, Turn, VersionSpan
+from tests.tiers import rest_in_matrix
 from tests.trainer.episode_samples import (
     DOMAINS,
     by_hf_names,
@@ -117,7 +118,7 @@ def test_two_ranks_do_too(request, world2, moe_model, samples, layout):
     assert_as_plain_loop(found, moe_model, directory, "token_mean")
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "cp2"])
+@pytest.mark.parametrize("layout", rest_in_matrix(("tp2_sp", "cp2"), ("tp2_sp",)))
 def test_spoilt_turns_have_no_gradient(world1, world2, moe_model, spoilt, layout):
     for world, settings in ((world1, {}), (world2, LAYOUTS_2[layout])):
         found = gradients(world, moe_model, spoilt, settings, aggregation="token_mean")
@@ -136,7 +137,7 @@ def with_old_turns(sequence: Completion) -> Completion:
     return replace(sequence, versions=tuple(spans), turns=turns, earlier=earlier)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "cp2"])
+@pytest.mark.parametrize("layout", rest_in_matrix(("tp2_sp", "cp2"), ("cp2",)))
 def test_tokens_that_are_too_old_have_no_gradient(
     world1, world2, moe_model, spoilt, tmp_path, layout
 ):
@@ -173,7 +174,7 @@ def objectives_apart(world1, moe_model, with_states):
     "layout",
     [
         "ep2",  # with two data-parallel ranks
-        "cp2",
+        pytest.param("cp2", marks=pytest.mark.matrix),
         pytest.param("dp2", marks=pytest.mark.matrix),
         pytest.param("tp2_sp", marks=pytest.mark.matrix),
         pytest.param("pp2", marks=pytest.mark.matrix),

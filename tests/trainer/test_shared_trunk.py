@@ -148,7 +148,7 @@ ADAPTERS = {"rank": 2}
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="whole"),
+        pytest.param({}, id="whole", marks=pytest.mark.matrix),
         pytest.param({"cold_start": COLD, "lora": ADAPTERS}, id="adapters_after_a_cold_start"),
         pytest.param({"lora": ADAPTERS}, id="adapters", marks=pytest.mark.matrix),
         pytest.param({"cold_start": COLD}, id="cold_start", marks=pytest.mark.matrix),

@@ -176,7 +176,7 @@ HOLD = {
         pytest.param(2, "cp2", marks=pytest.mark.matrix),
         pytest.param(4, "cp2_pp2_recompute", marks=pytest.mark.matrix),
         (4, "cp2_tp2"),
-        (8, "tp2_sp_pp2_ep2"),
+        pytest.param(8, "tp2_sp_pp2_ep2", marks=pytest.mark.matrix),
     ],
 )
 @pytest.mark.parametrize("loss", ["set_mass", "balance"])
