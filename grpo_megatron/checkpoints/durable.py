@@ -60,7 +60,7 @@ def copy_side_files(source: Path, target: Path) -> None:
             with disk_errors(target):
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((target / "config.json").read_text(encoding="utf-8-sig"))
     if config.pop("quantization_config", None) is not None:
         write_json(target / "config.json", config)
 

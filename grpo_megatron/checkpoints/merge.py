@@ -1,11 +1,13 @@
-"""A weighted mean of Hugging Face checkpoints of one shape, tensor by tensor."""
+"""A weighted mean of Hugging Face checkpoints of one model, tensor by tensor."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from grpo_megatron.checkpoints import durable
+from grpo_megatron.checkpoints.casts import cast
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFReader, refuse_unfit
 from grpo_megatron.checkpoints.shard_files import (
@@ -14,8 +16,15 @@ from grpo_megatron.checkpoints.shard_files import (
     refuse_misread,
 )
 from grpo_megatron.checkpoints.stacked_experts import stacks_in
+from grpo_megatron.data.tokenizer import fingerprint_of
+from grpo_megatron.errors import CheckpointError
 from grpo_megatron.files import empty_directory
-from grpo_megatron.weights.tensor_entry import TensorEntry
+from grpo_megatron.plan.family import family_names, tables_of
+from grpo_megatron.plan.hf_config import model_fields, other_computation, other_field
+from grpo_megatron.plan.model_facts import read_config, written_config
+from grpo_megatron.plan.reward_labels import labels_of
+from grpo_megatron.weights.parameters import names_with_own_dtype
+from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
 
 
 def merge_checkpoints(
@@ -24,12 +33,15 @@ def merge_checkpoints(
     dtype: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write `sum_i w_i * checkpoint_i / sum_i w_i`, computed in float64, as `dtype` (default: that
-    of the first); config and tokenizer are the first's.
+    """Write `sum_i w_i * checkpoint_i / sum_i w_i`, computed in float64, as `dtype` (default, and
+    of what chooses experts always: that of the first); config and tokenizer are the first's.
 
-    Raises CheckpointError where tensors differ in name or shape, MismatchError where something else
-    is read back than was written."""
-    readers = {HFReader(path): weight / sum(weights.values()) for path, weight in weights.items()}
+    Raises CheckpointError where tensors differ in name or shape, the models compute something else
+    with them or have other tokens, a number is not finite, or none of the dtype; ConfigError where
+    a config.json is missing or damaged; MismatchError where something else is read back than was
+    written."""
+    configs = {path: written_config(path) for path in weights}
+    readers = {HFReader(path): share for path, share in _shares(weights).items()}
     first = next(iter(readers))
     shapes = first.shapes()
     for reader in readers:
@@ -41,15 +53,13 @@ def merge_checkpoints(
                 f"the model in {first.directory}",
                 "merge models of one shape",
             )
-    entries = []
-    for name, shape in shapes.items():
-        kind = dtype or str(first.dtype(name)).removeprefix("torch.")
-        entries.append(TensorEntry(name, kind, shape))
+    _refuse_other_models(configs)
+    entries = _entries(first, shapes, dtype)
     working = empty_directory(durable.working_directory(directory))
     units = [[entry] for entry in entries]
     target = HFTarget(working, units, shard_bytes, stacks_in(first.directory))
     for file in target.files:
-        target.write(file, _means(readers, file.entries))
+        target.write(file, _means(readers, file.entries, str(directory)))
     target.wait()
     target.finish(first.directory)
     bad: list[str] = []
@@ -59,10 +69,106 @@ def merge_checkpoints(
     durable.commit(working, directory)
 
 
-def _means(readers: Mapping[HFReader, float], entries: Sequence[TensorEntry]) -> NamedTensors:
-    """Yield names and weighted means of the tensors `entries`; weights sum to 1."""
+def _shares(weights: Mapping[Path, float]) -> dict[Path, float]:
+    """Return the weights divided by their sum, which may itself be beyond the largest number."""
+    largest = max(weights.values())
+    scaled = {path: weight / largest for path, weight in weights.items()}
+    total = sum(scaled.values())
+    return {path: weight / total for path, weight in scaled.items()}
+
+
+def _refuse_other_models(configs: Mapping[Path, dict[str, Any]]) -> None:
+    """Raise CheckpointError for the first part that computes something else than the first one, by
+    its config.json, or has other tokens. configs: by directory."""
+    first, *others = configs
+    for path in others:
+        problem = ""
+        if configs[path] != configs[first]:
+            problem = _difference(path, first)
+        if problem:
+            raise CheckpointError(
+                problem,
+                where=str(path / "config.json"),
+                remedy="merge models that descend from one",
+            )
+        found = fingerprint_of(path)
+        wanted = fingerprint_of(first)
+        if found is not None and wanted is not None and found != wanted:
+            raise CheckpointError(
+                f"its tokenizer is not that of the model in {first}",
+                where=str(path / "tokenizer.json"),
+                remedy="merge models that descend from one; if only rules differ and every token "
+                "has the same id, copy the first one's tokenizer.json",
+            )
+
+
+def _difference(path: Path, first: Path) -> str:
+    """Return in what the model in `path` computes something else than that in `first`, by their
+    config.json; empty: in nothing."""
+    theirs = read_config(path)
+    ours = read_config(first)
+    owner = f"the model in {first}"
+    their_labels = labels_of(theirs)
+    our_labels = labels_of(ours)
+    if their_labels != our_labels:
+        return f"the scalars of its head are {their_labels}, of {owner} {our_labels}"
+    if not (_is_computed(theirs) and _is_computed(ours)):
+        return other_field(theirs, ours, owner)
+    model_fields(theirs, where=str(path / "config.json"))
+    model_fields(ours, where=str(first / "config.json"))
+    return other_computation(theirs, ours, owner)
+
+
+def _is_computed(hf: Mapping[str, Any]) -> bool:
+    """Whether the trainer knows what the fields of a config.json mean."""
+    model_type = hf.get("model_type")
+    return model_type in family_names() and not tables_of(model_type).get("lacks")
+
+
+def _entries(
+    first: HFReader, shapes: Mapping[str, tuple[int, ...]], dtype: str | None
+) -> list[TensorEntry]:
+    """Plan the tensors of the result, in the first part's dtypes or in `dtype`."""
+    keep_own: set[str] = set()
+    if dtype is not None:
+        keep_own = _names_with_own_dtype(first.directory, list(shapes))
+    entries = []
+    for name, shape in shapes.items():
+        kind = dtype_name(first.dtype(name))
+        if dtype is not None and name not in keep_own:
+            kind = dtype
+        entries.append(TensorEntry(name, kind, shape))
+    return entries
+
+
+def _names_with_own_dtype(directory: Path, names: Sequence[str]) -> set[str]:
+    """Return the tensors that a wanted dtype is not for; none of a family that is not known."""
+    hf = read_config(directory)
+    if not _is_computed(hf):
+        return set()
+    model_fields(hf, where=str(directory / "config.json"))
+    return names_with_own_dtype(hf, names)
+
+
+def _means(
+    readers: Mapping[HFReader, float], entries: Sequence[TensorEntry], where: str
+) -> NamedTensors:
+    """Yield names and weighted means of the tensors `entries`; weights sum to 1. where: what
+    messages call the result. Raises CheckpointError for numbers that are not finite."""
     for entry in entries:
         total = torch.zeros(entry.shape, dtype=torch.float64)
         for reader, weight in readers.items():
-            total += weight * reader.tensor(entry.name).double()
-        yield entry.name, total.to(entry.torch_dtype)
+            part = reader.tensor(entry.name)
+            _refuse_not_finite(entry.name, part, reader.directory)
+            total += weight * part.double()
+        yield entry.name, cast(entry.name, total, entry.torch_dtype, where)
+
+
+def _refuse_not_finite(name: str, tensor: torch.Tensor, directory: Path) -> None:
+    num_wrong = tensor.numel() - int(torch.isfinite(tensor).sum())
+    if num_wrong:
+        raise CheckpointError(
+            f"{num_wrong} numbers of {name} are not finite",
+            where=str(directory),
+            remedy="take an earlier checkpoint of this model, whose numbers are finite",
+        )

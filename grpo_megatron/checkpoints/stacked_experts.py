@@ -214,5 +214,5 @@ def stacks_in(directory: Path) -> Stacks:
     if not file.exists():
         return NO_STACKS
     with explained("unreadable config.json", directory):
-        hf = dict(json.loads(file.read_text(encoding="utf-8")))
+        hf = dict(json.loads(file.read_text(encoding="utf-8-sig")))
     return stacks_of(hf)

@@ -36,7 +36,7 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """Equal for tokenizers with the same tokens, rules and special tokens."""
-        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+        return _fingerprint(self._backend)
 
     def encode(self, text: str, *, where: str | None = None) -> list[int]:
         """Return token ids of `text`. Raises DataError where there is no token for a character of
@@ -173,6 +173,18 @@ def load_tokenizer(path: Path) -> TextTokenizer:
         _special_id(backend, settings, "unk_token"),
         read_chat_template(path),
     )
+
+
+def fingerprint_of(path: Path) -> str | None:
+    """Return `TextTokenizer.fingerprint` of the tokenizer.json in a checkpoint directory; None
+    where there is none. Raises DataError where it is unreadable."""
+    if not (path / "tokenizer.json").is_file():
+        return None
+    return _fingerprint(_backend(path))
+
+
+def _fingerprint(backend: Tokenizer) -> str:
+    return hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
 def _special_id(backend: Tokenizer, settings: Mapping[str, Any], kind: str) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.hf_config import computation, model_fields
+from grpo_megatron.plan.hf_config import model_fields, other_computation
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
 from grpo_megatron.plan.reward_labels import labels_of
 
@@ -67,16 +67,4 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
             continue
         if their_facts[name] not in (None, value):
             return f"{name} of its config.json is {their_facts[name]}, of the policy {value}"
-    return _other_setting(theirs, ours)
-
-
-def _other_setting(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Return in what models of equal sizes compute something else; empty: in nothing."""
-    their_rope, their_settings = computation(theirs)
-    our_rope, our_settings = computation(ours)
-    if their_rope != our_rope:
-        return f"its rotary embedding is {their_rope}, of the policy {our_rope}"
-    for name, value in our_settings.items():
-        if their_settings[name] != value:
-            return f"{name} of its config.json is {their_settings[name]}, of the policy {value}"
-    return ""
+    return other_computation(theirs, ours, "the policy")

@@ -48,6 +48,35 @@ def computation(hf: Mapping[str, Any]) -> tuple[Any, ...]:
     return fields["rope"], megatron_settings(family_of(hf["model_type"]), fields)
 
 
+def other_computation(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner: str) -> str:
+    """Return the first in which `theirs` computes something else than `ours`, the config.json of
+    `owner`, with weights of the same shapes; empty: nothing. ConfigError as of `model_fields`."""
+    their_rope, their_settings = computation(theirs)
+    our_rope, our_settings = computation(ours)
+    if their_rope != our_rope:
+        return f"its rotary embedding is {their_rope}, of {owner} {our_rope}"
+    for name in our_settings | their_settings:
+        found = their_settings.get(name)
+        wanted = our_settings.get(name)
+        if found != wanted:
+            return f"{name} of its config.json is {found}, of {owner} {wanted}"
+    return ""
+
+
+def other_field(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner: str) -> str:
+    """Return the first field that may change what a model of any family computes, and differs from
+    that of `ours`, the config.json of `owner`; empty: none."""
+    ignored = tables_of("base")["fields"]["ignored"]
+    our_fields = unified(ours)
+    their_fields = unified(theirs)
+    for name in our_fields | their_fields:
+        found = their_fields.get(name)
+        wanted = our_fields.get(name)
+        if name not in ignored and found != wanted:
+            return f"{name} of its config.json is {found!r}, of {owner} {wanted!r}"
+    return ""
+
+
 def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's `[megatron]` table with its references to fields replaced."""
     settings = {}

@@ -1,7 +1,8 @@
 """What the layout rules need to know of a model, from any dialect of Hugging Face `config.json`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,29 @@ def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
 def read_config(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's `config.json`, of a model that sees with its preprocessor_config.json
     as the field `image_processor`. Raises ConfigError where one is missing or damaged."""
+    written = written_config(directory)
+    config: dict[str, Any] = flattened(written)
+    if "vision_config" in config:
+        with _explained(directory / "config.json"):
+            config["image_processor"] = _image_processor(directory)
+    refuse_flat_text(written, where=str(directory / "config.json"))
+    return config
+
+
+def written_config(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's `config.json` as it is written. Raises ConfigError where it is missing
+    or damaged."""
     file = directory / "config.json"
+    with _explained(file):
+        written = json.loads(file.read_text(encoding="utf-8-sig"))
+    _refuse_no_table(written, str(file))
+    config: dict[str, Any] = written
+    return config
+
+
+@contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    """Raise a ConfigError for a config.json, `file`, or what belongs to it, that cannot be read."""
     with (
         raised_as(
             ConfigError,
@@ -113,13 +136,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             remedy="download the checkpoint again",
         ),
     ):
-        written = json.loads(file.read_text(encoding="utf-8-sig"))
-        _refuse_no_table(written, str(file))
-        config: dict[str, Any] = flattened(written)
-        if "vision_config" in config:
-            config["image_processor"] = _image_processor(directory)
-    refuse_flat_text(written, where=str(file))
-    return config
+        yield
 
 
 def _refuse_no_table(written: Any, where: str) -> None:

@@ -31,9 +31,9 @@ from grpo_megatron.checkpoints import (
     stacked_experts,
     torch_dist,
 )
+from grpo_megatron.checkpoints.casts import cast
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import (
-    CheckpointError,
     GrpoMegatronError,
     MismatchError,
     SetupError,
@@ -46,14 +46,17 @@ from grpo_megatron.trainer.megatron.checkpoint_layout import parameter_table
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
-from grpo_megatron.weights.parameters import CARRIED, Parameter, num_elements
+from grpo_megatron.weights.parameters import (
+    CARRIED,
+    SELECTION_BIAS,
+    Parameter,
+    num_elements,
+)
 from grpo_megatron.weights.tensor_entry import digest_tensor
 
 _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0
 """Ranks wait for the slowest one between phases."""
-_EXPERT_BIAS = ".expert_bias"
-"""Ends the name of the biases by which a router chooses: rounded ones choose other experts."""
 
 Source = hf_import.HFSource | torch_dist.MegatronSource
 Target = hf_export.HFTarget | torch_dist.MegatronTarget
@@ -239,32 +242,17 @@ def _tensors_of(
     for parameter in shard_files.read_ahead(parameters, source.prefetch):
         written_as = _dtype_of(parameter, source, dtype)
         for name, tensor in source.tensors(parameter):
-            yield name, _cast(name, tensor, written_as)
+            yield name, cast(name, tensor, written_as, where="--dtype")
 
 
 def _dtype_of(parameter: Parameter, source: Source, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which a parameter is written: the wanted one, but that of the source
     for what chooses experts, and for what Megatron has no parameter for."""
     own = source.dtype(parameter)
-    keeps_own = parameter.name.startswith(CARRIED) or parameter.name.endswith(_EXPERT_BIAS)
+    keeps_own = parameter.name.startswith(CARRIED) or parameter.name.endswith(SELECTION_BIAS)
     if wanted is None or keeps_own:
         return own
     return wanted
-
-
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor as `dtype`. Raises CheckpointError where a finite number becomes infinite."""
-    if tensor.dtype == dtype:
-        return tensor
-    largest = tensor.abs().max() if tensor.numel() else torch.zeros(())
-    if torch.isfinite(largest) and not torch.isfinite(largest.to(dtype)):
-        raise CheckpointError(
-            f"{name} has numbers up to {float(largest):.3g}, which {dtype} cannot hold "
-            f"({torch.finfo(dtype).max:.3g} is its largest)",
-            where="--dtype",
-            remedy="convert to bfloat16 or float32",
-        )
-    return tensor.to(dtype)
 
 
 def _compare(

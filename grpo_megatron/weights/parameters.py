@@ -28,6 +28,8 @@ TOWER = "visual."
 """Begins the names of the tensors of a vision tower in Megatron's model."""
 CARRIED = "carried."
 """Begins the names of tensors that are kept although Megatron has no parameter for them."""
+SELECTION_BIAS = ".expert_bias"
+"""Ends the name of the biases by which a router chooses: rounded ones choose other experts."""
 ADAPTERS = "adapters."
 """Begins the names of parameters of adapters in a checkpoint; PEFT's names follow."""
 _ADAPTERS_IN_MODEL = ".adapters."
@@ -324,6 +326,21 @@ def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
             continue
         if int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq"):
             found.add(name)
+    return found
+
+
+def names_with_own_dtype(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Return the tensors among `names`, of a checkpoint with the config.json `hf`, that keep their
+    dtype where the others get a wanted one: the biases by which routers choose, and what is
+    carried. Raises ConfigError for a family that is not computed."""
+    names = list(names)
+    found = carried_names(hf, names)
+    for rule in rules_for(hf["model_type"]):
+        if not rule.parameter.endswith(SELECTION_BIAS):
+            continue
+        for tensor in rule.names:
+            pattern = numbered_pattern(tensor)
+            found.update(name for name in names if pattern.fullmatch(name))
     return found
 
 

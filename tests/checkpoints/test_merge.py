@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from grpo_megatron.checkpoints.merge import merge_checkpoints
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.errors import CheckpointError, ConfigError
+
+QWEN = dict(load_preset("tiny-qwen3-moe").hf)
+DEEPSEEK = dict(load_preset("moonlight-16b-a3b").hf)
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def checkpoint(path, **tensors):
+def checkpoint(path, hf=None, tokens=("a", "b"), **tensors):
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({"model_type": "x"}))
-    (path / "tokenizer.json").write_text(path.name)
+    (path / "config.json").write_text(json.dumps(hf or {"model_type": "x"}))
+    (path / "generation_config.json").write_text(path.name)
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    Tokenizer(WordLevel(vocabulary, unk_token="a")).save(str(path / "tokenizer.json"))
     save_file(tensors, path / "model.safetensors")
     return path
+
+
+def merged(tmp_path, *parts, weights=None, dtype=None):
+    """The tensors of a merge of equal parts."""
+    weights = weights or [1.0] * len(parts)
+    merge_checkpoints(dict(zip(parts, weights, strict=True)), tmp_path / "out", dtype)
+    return load_file(tmp_path / "out" / "model.safetensors")
+
+
+def refused(tmp_path, *parts, kind=CheckpointError, dtype=None):
+    """What a merge is refused with; nothing is there under its name."""
+    with pytest.raises(kind) as caught:
+        merged(tmp_path, *parts, dtype=dtype)
+    assert not (tmp_path / "out").exists()
+    return caught.value
 
 
 def test_a_weighted_mean(tmp_path):
@@ -32,7 +57,8 @@ def test_a_weighted_mean(tmp_path):
     for name in one:
         expected = (0.75 * one[name].double() + 0.25 * two[name].double()).to(one[name].dtype)
         assert torch.equal(found[name], expected)
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "one"
+    assert (tmp_path / "out" / "generation_config.json").read_text() == "one"
+    assert (tmp_path / "out" / "tokenizer.json").exists()
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -55,3 +81,116 @@ def test_checkpoints_of_other_models_are_refused(tmp_path, other):
         merge_checkpoints(parts, tmp_path / "out")
     assert caught.value.remedy == "merge models of one shape"
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_theta": 7e5}, "its rotary embedding is"),
+        ({"rms_norm_eps": 1e-3}, "layernorm_epsilon of its config.json is 0.001"),
+        ({"num_experts_per_tok": 3}, "moe_router_topk of its config.json is 3"),
+    ],
+)
+def test_models_that_compute_something_else_are_refused(tmp_path, change, words):
+    """Their tensors have the same names and shapes."""
+    one = checkpoint(tmp_path / "one", QWEN, w=torch.ones(4, 3))
+    two = checkpoint(tmp_path / "two", QWEN | change, w=torch.ones(4, 3))
+    error = refused(tmp_path, one, two)
+    assert words in error.message and f"of the model in {one}" in error.message
+    assert error.where == str(two / "config.json") and error.remedy
+
+
+def test_fields_without_influence_may_differ(tmp_path):
+    one = checkpoint(tmp_path / "one", QWEN, w=torch.zeros(4))
+    other = QWEN | {"transformers_version": "5", "torch_dtype": "float16"}
+    two = checkpoint(tmp_path / "two", other, w=torch.ones(4))
+    assert torch.equal(merged(tmp_path, one, two)["w"], torch.full((4,), 0.5))
+
+
+def test_fields_of_a_family_that_is_not_known_are_compared(tmp_path):
+    one = checkpoint(tmp_path / "one", {"model_type": "x", "width": 3}, w=torch.zeros(4))
+    two = checkpoint(tmp_path / "two", {"model_type": "x", "width": 4}, w=torch.zeros(4))
+    assert "width of its config.json is 4, of the model" in refused(tmp_path, one, two).message
+
+
+def test_reward_models_with_other_scalars_are_refused(tmp_path):
+    parts = []
+    for labels in (["maths", "code"], ["code", "maths"]):
+        named = {str(number): label for number, label in enumerate(labels)}
+        hf = QWEN | {"architectures": ["Qwen3MoeForSequenceClassification"], "id2label": named}
+        parts.append(checkpoint(tmp_path / labels[0], hf, w=torch.ones(2, 4)))
+    assert "the scalars of its head are ['code', 'maths']" in refused(tmp_path, *parts).message
+
+
+def test_models_with_other_tokens_are_refused(tmp_path):
+    one = checkpoint(tmp_path / "one", QWEN, w=torch.ones(4))
+    two = checkpoint(tmp_path / "two", QWEN, tokens=("b", "a"), w=torch.ones(4))
+    error = refused(tmp_path, one, two)
+    assert "its tokenizer is not that of the model in" in error.message
+    assert error.where == str(two / "tokenizer.json")
+
+
+def test_a_tokenizer_may_be_laid_out_otherwise(tmp_path):
+    one = checkpoint(tmp_path / "one", QWEN, w=torch.ones(4))
+    two = checkpoint(tmp_path / "two", QWEN, w=torch.ones(4))
+    file = two / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
+    assert torch.equal(merged(tmp_path, one, two)["w"], torch.ones(4))
+
+
+def test_what_chooses_experts_keeps_its_dtype(tmp_path):
+    """As in a conversion: a rounded bias would choose other experts."""
+    bias = torch.randn(64)
+    carried = f"model.layers.{DEEPSEEK['num_hidden_layers'] - 1}.self_attn.rotary_emb.inv_freq"
+    tensors = {BIAS: bias, carried: bias.clone(), "model.norm.weight": bias.clone()}
+    found = merged(tmp_path, checkpoint(tmp_path / "one", DEEPSEEK, **tensors), dtype="bfloat16")
+    assert torch.equal(found[BIAS], bias) and torch.equal(found[carried], bias)
+    assert torch.equal(found["model.norm.weight"], bias.bfloat16())
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_named(tmp_path):
+    large = torch.ones(64)
+    large[7] = -1e6
+    one = checkpoint(tmp_path / "one", w=large)
+    error = refused(tmp_path, one, dtype="float16")
+    assert "w has numbers up to 1e+06, which torch.float16 cannot hold" in error.message
+    assert error.remedy == "choose bfloat16 or float32"
+    assert torch.equal(merged(tmp_path, one, dtype="bfloat16")["w"], large.bfloat16())
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, wrong):
+    damaged = torch.ones(4, 3)
+    damaged[2, 1] = wrong
+    one = checkpoint(tmp_path / "one", w=torch.ones(4, 3))
+    two = checkpoint(tmp_path / "two", w=damaged)
+    error = refused(tmp_path, one, two)
+    assert error.message == "1 numbers of w are not finite" and error.where == str(two)
+
+
+@pytest.mark.parametrize("weight", [1e308, 5e-324])
+def test_weights_whose_sum_is_no_number(tmp_path, weight):
+    one = checkpoint(tmp_path / "one", w=torch.full((4,), 2.0))
+    two = checkpoint(tmp_path / "two", w=torch.full((4,), 4.0))
+    found = merged(tmp_path, one, two, weights=[weight, weight])
+    assert torch.equal(found["w"], torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("text", [None, "[]", "null", "{"])
+def test_a_part_without_a_readable_config_is_refused(tmp_path, place, text):
+    parts = [checkpoint(tmp_path / name, w=torch.ones(4)) for name in ("one", "two")]
+    file = parts[place] / "config.json"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    error = refused(tmp_path, *parts, kind=ConfigError)
+    assert error.where == str(file) and error.remedy
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path):
+    one = checkpoint(tmp_path / "one", w=torch.ones(4))
+    file = one / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert torch.equal(merged(tmp_path, one)["w"], torch.ones(4))
+    assert (tmp_path / "out" / "config.json").read_bytes() == file.read_bytes()
