@@ -5,7 +5,13 @@ import torch
 from grpo_megatron.errors import CheckpointError
 
 
-def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
+def cast(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    where: str,
+    remedy: str = "choose bfloat16 or float32",
+) -> torch.Tensor:
     """Return a tensor as `dtype`; where: what messages call the place of the choice. Raises
     CheckpointError where a finite number becomes infinite."""
     if tensor.dtype == dtype:
@@ -18,6 +24,6 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype, where: str) -> tor
             f"{name} has numbers up to {float(largest):.3g}, which {dtype} cannot hold "
             f"({torch.finfo(dtype).max:.3g} is its largest)",
             where=where,
-            remedy="choose bfloat16 or float32",
+            remedy=remedy,
         )
     return tensor.to(dtype)

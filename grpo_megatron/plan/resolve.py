@@ -9,6 +9,7 @@ from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, DataError
+from grpo_megatron.plan.adapter_files import refuse_other_adapters
 from grpo_megatron.plan.critic_model import CRITIC_MODEL_RULES
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.family import family_of
@@ -47,9 +48,10 @@ def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
 def refuse_missing(
     config: RunConfig, *, coming: bool = False, has_checkpoint: bool = False
 ) -> None:
-    """DataError for the first input of `config` that does not exist. `coming`: one whose directory
-    holds a run's config.json will do, because a submitted run is to write it; `has_checkpoint`: the
-    run goes on after one, which has the critic."""
+    """DataError for the first input of `config` that does not exist, CheckpointError for adapters
+    that are not those of [lora]. `coming`: one whose directory holds a run's config.json will do,
+    because a submitted run is to write it; `has_checkpoint`: the run goes on after one, which has
+    the critic."""
     for key, path in config.input_paths.items():
         if has_checkpoint and key == "critic.path":
             continue
@@ -59,6 +61,9 @@ def refuse_missing(
                 where=str(path.absolute()),
                 remedy="paths are relative to the directory the command runs in",
             )
+    # what is there before a run has written it anew says nothing
+    if config.lora is not None and config.lora.path is not None and not coming:
+        refuse_other_adapters(config.lora, config.lora.path)
 
 
 def check_plan(config: RunConfig) -> list[Violation]:

@@ -3,7 +3,6 @@
 Every expert has tensors of its own there. An adapter that experts share is written for each of
 them, and read where all are equal."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,17 +15,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from grpo_megatron.checkpoints import durable
+from grpo_megatron.checkpoints.casts import cast
 from grpo_megatron.checkpoints.hf_import import refuse_unfit
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.files import empty_directory
+from grpo_megatron.plan.adapter_files import CONFIG, WEIGHTS, refuse_other_adapters
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.weights.gather import Shard, ShardedModel, on_rank_0
 from grpo_megatron.weights.parameters import Parameter
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SHARED = re.compile(r"\.experts\.(?=[a-z])")
 """In the name of an adapter that experts share: what the number of one follows."""
@@ -118,10 +117,11 @@ def _names_in_file(policy: Policy, name: str) -> Iterator[str]:
 def import_adapters(policy: Policy, directory: Path) -> None:
     """Fill the adapters from PEFT's files; each rank takes the parts that it has. Collective.
 
-    Raises CheckpointError where they are of another rank, scale, kind or model than the policy's.
+    Raises CheckpointError where they are of another rank, scale, kind or model than the policy's,
+    or have numbers that are not finite, or would not be in the policy's dtype.
     """
     assert policy.lora is not None  # there are adapters
-    _require_same_config(policy.lora, directory)
+    refuse_other_adapters(policy.lora, directory)
     model = adapter_model(policy)
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in model.entries:
@@ -149,33 +149,23 @@ def import_adapters(policy: Policy, directory: Path) -> None:
                         where=str(directory),
                         remedy="lora.experts='each'",
                     )
+            whole = _as_weights(names[0], whole, shard.tensor.dtype, directory)
             if shard.dim is not None:
                 whole = whole.chunk(shard.size, shard.dim)[shard.rank]
             shard.tensor.data.copy_(whole)
     dist.barrier()
 
 
-def _require_same_config(lora: LoraConfig, directory: Path) -> None:
-    """Raise CheckpointError where an adapter_config.json says something else than [lora]."""
-    with durable.explained(f"cannot read {CONFIG}", directory):
-        saved = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    wanted = {
-        "peft_type": ("LORA", "LORA"),
-        "r": (lora.rank, 8),
-        "lora_alpha": (lora.alpha_value, 8),
-        "use_rslora": (lora.rank_stabilised, False),
-        "use_dora": (lora.dora, False),
-        "fan_in_fan_out": (False, False),
-        "bias": ("none", "none"),
-        "rank_pattern": ({}, {}),
-        "alpha_pattern": ({}, {}),
-    }
-    for key, (value, default) in wanted.items():
-        found = saved.get(key, default)
-        if found != value and not (not found and not value):
-            raise CheckpointError(
-                f"{key} of {CONFIG} is {found!r}, and [lora] needs {value!r}",
-                where=str(directory),
-                remedy="set rank, alpha, rank_stabilised and dora of [lora] as the adapters were "
-                "made; other kinds of adapters are not supported",
-            )
+def _as_weights(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, directory: Path
+) -> torch.Tensor:
+    """Return a tensor of any floating-point type as `dtype`. Raises CheckpointError where a number
+    is not finite, or would not be."""
+    exact = tensor.double()  # of 8-bit types torch computes little
+    if not torch.isfinite(exact).all():
+        raise CheckpointError(
+            f"{name} of {WEIGHTS} has numbers that are not finite",
+            where=str(directory),
+            remedy="give adapters from before the training that spoilt them",
+        )
+    return cast(name, exact, dtype, str(directory), remedy="give adapters with smaller numbers")
