@@ -49,6 +49,10 @@ class RewardConfig(Strict):
         return self.name or self.function.rpartition(":")[2]
 
 
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What a run may be called: its directory is `runs_dir/name`, and never outside of `runs_dir`."""
+
+
 class DomainConfig(Strict):
     """One domain: a source of prompts with verifiable answers, and its rewards."""
 
@@ -532,7 +536,7 @@ class TelemetryConfig(Strict):
 class RunConfig(Strict):
     """One recipe, resolved."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=RUN_NAME)
     """Run directory is `runs_dir/name`."""
     kind: Literal[
         "rl",

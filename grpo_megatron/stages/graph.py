@@ -3,6 +3,7 @@ docs/stages.md shows it. Rejection sampling gives a data set, every other stage 
 checkpoint, and with [lora] adapters beside it."""
 
 import graphlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.keys import dotted
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe
 from grpo_megatron.config.problems import as_toml
-from grpo_megatron.config.run import ModelConfig, RunConfig
+from grpo_megatron.config.run import RUN_NAME, ModelConfig, RunConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_toml
 from grpo_megatron.errors import ConfigError
@@ -27,6 +28,8 @@ from grpo_megatron.rundir import RunDir
 
 _MEASURED_BY_MERGES = ("seconds",)
 """In the `result.json` of a merge or an export: nothing is evaluated."""
+_OTHER_FILES = ("records", "report.html")
+"""What a graph's directory has beside the runs of its stages."""
 _ADAPTERS_KEY = "lora.path"
 _OUTPUTS = {"rejection_sample": "a data set", "experience": "lessons", "eval": "only numbers"}
 """By kind of stage; every other one gives a checkpoint."""
@@ -70,7 +73,7 @@ class Stage(Strict):
 class GraphFile(Strict):
     """The whole file. `settings` are overrides of every recipe in it."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=RUN_NAME)
     runs_dir: Path = Path("runs")
     settings: tuple[str, ...] = ()
     stages: dict[str, Stage] = Field(min_length=1)
@@ -254,6 +257,8 @@ def load_graph(path: str | Path) -> Graph:
             where=file.where(tuple(first["loc"])),
             remedy="a stage has " + ", ".join(Stage.model_fields),
         ) from None
+    for name in graph.table.stages:
+        _check_name(graph, name)
     for name, stage in graph.table.stages.items():
         _check_stage(graph, name, stage)
     for name in graph.order:
@@ -266,6 +271,24 @@ def load_graph(path: str | Path) -> Graph:
             graph.resolve(name)
             _check_critic(graph, name)
     return graph
+
+
+def _check_name(graph: Graph, name: str) -> None:
+    """ConfigError for a stage whose directory would be outside of the graph's, or one of its
+    files."""
+    if re.fullmatch(RUN_NAME, name) and name not in _OTHER_FILES:
+        return
+    remedy = "rename it"
+    if name not in _OTHER_FILES:
+        remedy = "begin with a letter or digit of ASCII, go on with these and with . _ -"
+        nearest = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")
+        if nearest:
+            remedy += f", for example {nearest!r}"
+    raise ConfigError(
+        f"a stage cannot be called {name!r}: it is a directory of the graph",
+        where=graph.file.where(("stages", name)),
+        remedy=remedy,
+    )
 
 
 def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
@@ -297,8 +320,6 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
             )
     for text in stage.gates:
         _check_gate(graph, name, stage, text)
-    if name == "records":
-        raise ConfigError("a stage cannot be called 'records'", where=where, remedy="rename it")
 
 
 def _check_gate(graph: Graph, name: str, stage: Stage, text: str) -> None:

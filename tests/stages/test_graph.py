@@ -7,14 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_megatron import assets
 from grpo_megatron.checkpoints import merge
 from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.run import RUN_NAME
 from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, RunLockedError
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.stages import records as records_module
@@ -160,6 +165,41 @@ def test_a_wrong_graph_is_one_message(graph_file, old, new, words):
     with pytest.raises(ConfigError) as error:
         load_graph(changed(graph_file, old, new))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def merge_called(name: str, folder: Path) -> Path:
+    """Return the file of a graph in which a merge has this name."""
+    file = folder / "graph.toml"
+    table = f"[stages.{as_toml(name)}]\nmerge = {{ one = 1.0 }}\n"
+    file.write_text(GRAPH.format(runs=folder / "runs") + table)
+    return file
+
+
+NO_DIRECTORIES = ("", ".", "..", "../evil", "a/b", "/absolute", ".lock", " x y", "[bold]", "l\nm")
+
+
+@pytest.mark.parametrize("name", [*NO_DIRECTORIES, "ü", "records", "report.html"])
+def test_a_stage_has_a_directory_of_its_own_in_the_graph(tmp_path, name):
+    with pytest.raises(ConfigError, match="a stage cannot be called") as error:
+        load_graph(merge_called(name, tmp_path))
+    assert str(tmp_path / "graph.toml") in str(error.value)
+
+
+def test_a_name_beside_a_wrong_one_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="for example 'demo-v2'"):
+        load_graph(merge_called("../demo v2", tmp_path))
+
+
+@settings(max_examples=30)
+@given(st.from_regex(RUN_NAME, fullmatch=True) | st.text(st.sampled_from("./\\ \n~a-"), min_size=1))
+def test_no_accepted_name_leads_out_of_the_graph(name):
+    with tempfile.TemporaryDirectory() as folder:
+        file = merge_called(name, Path(folder))
+        try:
+            graph = load_graph(file)
+        except ConfigError:
+            return
+        assert graph.run_dir(name).root.resolve().parent == graph.root.resolve()
 
 
 WITH_A_CRITIC = """
