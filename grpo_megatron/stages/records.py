@@ -86,6 +86,7 @@ class Records:
         known: dict[str, Any] = {
             "code": _code(),
             "stage": stage.model_dump(mode="json", exclude={"gates"}),
+            "parts": list(stage.parts.items()),  # the first one decides on dtype and other files
             "parents": {source: self.fingerprint(source) for source in stage.sources},
         }
         if stage.recipe is not None:

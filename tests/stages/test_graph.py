@@ -299,6 +299,15 @@ def test_what_is_done_is_done_until_something_changes(graph_file):
     assert states(graph)["soup"] == "ready"  # its part is another one now
 
 
+def test_a_merge_of_the_same_parts_in_another_order_is_another_one(graph_file):
+    """It takes dtype, configuration and tokenizer of the first."""
+    graph = load_graph(graph_file)
+    for name in graph.order:
+        finish(graph, name, plus=0.7)
+    graph = load_graph(changed(graph_file, "one = 0.5, two = 0.5", "two = 0.5, one = 0.5"))
+    assert states(graph)["soup"] == "ready" and states(graph)["two"] == "done"
+
+
 def test_a_stage_that_was_killed_goes_on_only_if_it_is_the_same(graph_file):
     graph = load_graph(graph_file)
     Records(graph).begin("base")
