@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from grpo_megatron.config.lora import ALL_LINEAR, LoraConfig, is_target
+from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest
@@ -48,6 +49,29 @@ def _has(model: ModelFacts, parameter: str) -> bool:
 def bound_layers(lora: LoraConfig, model: ModelFacts) -> list[str]:
     """Name the linear layers that get adapters, as `linear_layers` names them."""
     return [layer for layer in linear_layers(model) if is_target(layer, lora.targets)]
+
+
+def why_not_adapters(theirs: LoraConfig, ours: LoraConfig, model: ModelFacts) -> str:
+    """Return why adapters of `model` that were trained with [lora] `theirs` are none to begin with
+    under `ours`: the first thing in which both differ; empty where they are."""
+    values = {
+        "rank": (theirs.rank, ours.rank),
+        "alpha": (theirs.alpha_value, ours.alpha_value),
+        "rank_stabilised": (theirs.rank_stabilised, ours.rank_stabilised),
+        "dora": (theirs.dora, ours.dora),
+    }
+    for name, (their_value, our_value) in values.items():
+        if their_value != our_value:
+            return f"{name} of [lora] is {as_toml(their_value)} there and {as_toml(our_value)} here"
+    their_layers = set(bound_layers(theirs, model))
+    our_layers = set(bound_layers(ours, model))
+    if their_layers != our_layers:
+        only_one = ", ".join(sorted(their_layers ^ our_layers))
+        return f"targets of [lora] name {only_one} in one of both only"
+    has_experts = any(".experts." in layer for layer in our_layers)
+    if has_experts and (theirs.experts, ours.experts) == ("each", "shared"):
+        return "each expert has its own adapters there, and experts share them here"
+    return ""
 
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -23,6 +23,8 @@ from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_toml
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.critic_model import why_not_a_critic
+from grpo_megatron.plan.lora import why_not_adapters
+from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 
@@ -31,6 +33,8 @@ _MEASURED_BY_MERGES = ("seconds",)
 _OTHER_FILES = ("records", "report.html")
 """What a graph's directory has beside the runs of its stages."""
 _ADAPTERS_KEY = "lora.path"
+_SET_BY_THE_GRAPH = ("name", "runs_dir")
+_DATA_KEY = re.compile(r"domains\.\d+\.path")
 _OUTPUTS = {"rejection_sample": "a data set", "experience": "lessons", "eval": "only numbers"}
 """By kind of stage; every other one gives a checkpoint."""
 
@@ -206,6 +210,18 @@ class Graph:
             policy = self._model_of(inputs["model.path"])
         return why_not_a_critic(self._model_of(start), policy)
 
+    def why_not_adapters(self, name: str) -> str:
+        """Return why a stage cannot begin with the adapters that another stage is to give it, by
+        the [lora] of both; empty where it can, or takes none."""
+        parent = self.table.stages[name].inputs.get(_ADAPTERS_KEY)
+        if parent is None:
+            return ""
+        theirs = self._config(parent).lora
+        ours = self._config(name).lora
+        assert theirs is not None and ours is not None  # one gives adapters, the other takes them
+        model, _ = configuration_of(self._model_of(parent))
+        return why_not_adapters(theirs, ours, facts_from_hf(model))
+
     def recipe_arguments(self, name: str) -> list[str]:
         """Return the recipe of a stage and its overrides, for `grpo-megatron train`."""
         return [self._recipe(self.table.stages[name]), *self._overrides(name)]
@@ -270,6 +286,7 @@ def load_graph(path: str | Path) -> Graph:
         if stage.recipe is not None:
             graph.resolve(name)
             _check_critic(graph, name)
+            _check_adapters(graph, name)
     return graph
 
 
@@ -311,6 +328,13 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
             where=where,
             remedy="dtype goes with export or merge, settings and inputs with recipe",
         )
+    for key in _SET_BY_THE_GRAPH:
+        if key in stage.inputs:
+            raise ConfigError(
+                f"stage {name} takes no input {key!r}: the graph says where a stage runs",
+                where=where,
+                remedy="take it away",
+            )
     for parent in stage.parents:
         if parent not in known:
             raise ConfigError(
@@ -351,9 +375,21 @@ def _check_critic(graph: Graph, name: str) -> None:
         )
 
 
+def _check_adapters(graph: Graph, name: str) -> None:
+    problem = graph.why_not_adapters(name)
+    if problem:
+        source = graph.table.stages[name].inputs[_ADAPTERS_KEY]
+        raise ConfigError(
+            f"{_ADAPTERS_KEY} of stage {name} takes adapters like its own, and those of stage "
+            f"{source} are others: {problem}",
+            where=graph.file.where(("stages", name)),
+            remedy=f"set [lora] as in stage {source}, or give its checkpoint to model.path",
+        )
+
+
 def _is_data(key: str) -> bool:
     """Whether a key takes data: the path of a domain."""
-    return key.startswith("domains") and key.endswith(".path")
+    return _DATA_KEY.fullmatch(key) is not None
 
 
 def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:

@@ -257,6 +257,59 @@ def test_adapters_are_taken_from_beside_the_export(tmp_path):
     assert Records(graph).fingerprint("again")
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("lora.rank=2", "rank of [lora] is"),
+        ("lora.alpha=3.5", "alpha of [lora] is"),
+        ("lora.rank_stabilised=true", "rank_stabilised of [lora] is false there and true here"),
+        ("lora.dora=true", "dora of [lora] is false there and true here"),
+        ('lora.targets=["self_attn"]', "mlp.experts.down_proj"),
+        ("lora.experts=shared", "experts share them here"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(tmp_path, override, words):
+    file = tmp_path / "graph.toml"
+    text = WITH_ADAPTERS.format(runs=tmp_path / "runs", first="demo/lora-moe-cpu")
+    file.write_text(text.replace('"cold_start=null"', f"\"cold_start=null\", '{override}'"))
+    with pytest.raises(ConfigError, match="takes adapters like its own") as error:
+        load_graph(file)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["lora.publish=merged", 'lora.targets=["mlp", "self_attn"]', "lora.alpha=null"]
+)
+def test_adapters_of_the_same_kind_may_be_named_in_another_way(tmp_path, override):
+    file = tmp_path / "graph.toml"
+    text = WITH_ADAPTERS.format(runs=tmp_path / "runs", first="demo/lora-moe-cpu")
+    file.write_text(text.replace('"cold_start=null"', f"\"cold_start=null\", '{override}'"))
+    assert load_graph(file).levels() == [["base"], ["again"]]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("domains.plus.path", "domains has 3 element(s)"),
+        ("domains.path", "domains has 3 element(s)"),
+        ("name", "takes no input 'name'"),
+        ("runs_dir", "takes no input 'runs_dir'"),
+    ],
+)
+def test_an_input_that_no_stage_takes_is_one_message(graph_file, key, words):
+    with pytest.raises(ConfigError) as error:
+        load_graph(changed(graph_file, '"model.path" = "base" }', f'"{key}" = "base" }}'))
+    assert words in str(error.value)
+
+
+def test_arguments_of_a_domain_are_no_data_set(graph_file):
+    key = "domains.0.rewards.0.arguments.path"
+    changed(graph_file, '"model.path" = "base" }', f'"model.path" = "base", "{key}" = "base" }}')
+    graph = load_graph(graph_file)
+    arguments = graph.resolve("one").config.domains[0].rewards[0].arguments
+    assert arguments["path"] == str(graph.output("base"))
+
+
 def test_a_stage_without_adapters_gives_none(tmp_path):
     file = tmp_path / "graph.toml"
     file.write_text(WITH_ADAPTERS.format(runs=tmp_path / "runs", first="stages/tiny-base"))
