@@ -1,6 +1,7 @@
 """Gates: what a finished run must have reached, or what builds on it does not begin."""
 
 import json
+import math
 import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -13,8 +14,13 @@ from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError, raised_as
 
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-_VALUE = re.compile(r"([\w.@-]+) *(>=|<=|>|<) *(-?\d*\.?\d+(?:e-?\d+)?)")
-_DROP = re.compile(r"no domain drops more than (\d*\.?\d+) against (.+)")
+OF_ALL = "all"
+"""What results of all domains together are called; no domain is."""
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_NAME = r"[^\s<>=](?:[^<>=]*[^\s<>=])?"  # a domain's may have blanks
+_VALUE = re.compile(rf"({_NAME}) *(>=|<=|>|<) *({_NUMBER})")
+_DROP = re.compile(rf"no domain drops more than ({_NUMBER}) against (.+)")
+_ACCURACY_OF_ALL = f"eval.{OF_ALL}.accuracy"
 _SAMPLED = ("pass_at_", "majority_at_")
 _SHARES = ("accuracy", "first_error", *_SAMPLED)
 """How the names of values between 0 and 1 begin."""
@@ -45,7 +51,7 @@ class Gate:
             return f"{value:.4g}"
         before = read_result(self.against).get("eval", {})
         after = result.get("eval", {})
-        domains = sorted(before.keys() - {"all"})
+        domains = sorted(before.keys() - {OF_ALL})
         if not domains:
             return "nothing was evaluated there"
         seen = []
@@ -53,8 +59,9 @@ class Gate:
             if domain not in after:
                 seen.append(f"{domain} was not evaluated")
                 continue
-            drop = before[domain]["accuracy"] - after[domain]["accuracy"]
-            if drop > self.limit:
+            earlier = before[domain].get("accuracy", math.nan)
+            drop = earlier - after[domain].get("accuracy", math.nan)
+            if not drop <= self.limit:  # NaN neither
                 seen.append(f"{domain} drops {drop:.4g}")
         return ", ".join(seen) or None
 
@@ -106,16 +113,24 @@ def result_names(run: RunConfig) -> list[str]:
     for share in shares:
         bounds += [f"{share}_low", f"{share}_high"]
     names = ["seconds", "steps", "accelerator_hours"]
+    if not run.data.num_heldout:
+        return [*names, f"eval.{OF_ALL}.prompts"]
     for domain in run.domains:
         names += [f"eval.{domain.name}.{name}" for name in (*shares, *bounds, *others)]
-    return [*names, *(f"eval.all.{name}" for name in (*shares, *others))]
+    return [*names, *(f"eval.{OF_ALL}.{name}" for name in (*shares, *others))]
 
 
 def _refuse_unmeasured(gate: Gate, measured: Collection[str]) -> None:
+    name = gate.name
     if gate.against is not None:
+        name = _ACCURACY_OF_ALL
+    if name in measured:
         return
-    if gate.name in measured:
-        return
+    if name.startswith("eval.") and _ACCURACY_OF_ALL not in measured:
+        raise ConfigError(
+            f"{gate.text!r} can never be open: no prompts are held out, and nothing is evaluated",
+            remedy="set data.num_heldout to the number of prompts to evaluate",
+        )
     remedy = did_you_mean(gate.name, measured)
     samples_are_measured = any(_is_of_samples(known) for known in measured)
     if _is_of_samples(gate.name) and not samples_are_measured:
@@ -140,6 +155,14 @@ def _refuse_beyond_shares(gate: Gate) -> None:
             f"{gate.text!r} asks for what no accuracy is: they lie between 0 and 1",
             remedy="write a share, 0.6 for 60 %",
         )
+
+
+def evaluated_domains(run: RunConfig) -> list[str]:
+    """Return the names of domains that the run surely evaluates: with fewer prompts held out than
+    domains nobody knows which have one."""
+    if run.data.num_heldout < len(run.domains):
+        return []
+    return [domain.name for domain in run.domains]
 
 
 def closed_gates(texts: Sequence[str], result: Mapping[str, Any]) -> list[str]:

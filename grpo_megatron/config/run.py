@@ -57,7 +57,7 @@ class DomainConfig(Strict):
     """One domain: a source of prompts with verifiable answers, and its rewards."""
 
     name: str
-    """Name in metrics."""
+    """Name in metrics and gates, without `.`, `@`, `<`, `>` and `=`; not `all`."""
     source: Literal["reasoning_gym", "file", "run", "shapes"]
     """`reasoning_gym`: procedural problems; `file`: JSONL, Parquet, JSON or CSV; `run`: samples
     that an RL run has recorded, as preferences; `shapes`: pictures of shapes to be counted

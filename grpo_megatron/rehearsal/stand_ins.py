@@ -1,6 +1,7 @@
 """What takes the place of inputs that a cluster has and this machine has not."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,8 @@ class StandInWriter:
         )
         if key not in self._rows:
             suffix = domain.path.suffix or ".jsonl"
-            path = self.folder / f"{len(self._rows)}-{domain.name}{suffix}"
+            name = re.sub(r"[^\w-]+", "-", domain.name)
+            path = self.folder / f"{len(self._rows)}-{name}{suffix}"
             write_rows(path, config, number, sees_images=sees_images)
             self._rows[key] = path.absolute()
         return self._rows[key]

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat, ValidationError
 
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
-from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.gates import evaluated_domains, parse_gate
 from grpo_megatron.config.keys import dotted
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe
 from grpo_megatron.config.problems import as_toml
@@ -174,6 +174,18 @@ class Graph:
             return self.run_dir(parent).adapter.absolute()
         return self.output(parent)
 
+    def why_not_compared(self, name: str, other: str) -> str:
+        """Return why no domain of a stage can be compared with those that another one evaluates;
+        empty where all can."""
+        run = self._config(other)
+        if not run.data.num_heldout:
+            return f"data.num_heldout of {other} is 0, and nothing is evaluated there"
+        own = [domain.name for domain in self._config(name).domains]
+        missing = [domain for domain in evaluated_domains(run) if domain not in own]
+        if missing:
+            return f"{other} evaluates {', '.join(missing)}, and {name} does not"
+        return ""
+
     def gives_adapters(self, name: str) -> bool:
         """Whether a stage writes the adapters that it trains beside its checkpoint."""
         return self.table.stages[name].recipe is not None and self._config(name).lora is not None
@@ -285,6 +297,7 @@ def load_graph(path: str | Path) -> Graph:
             _check_type(graph, name, "model.path", part)
         if stage.recipe is not None:
             graph.resolve(name)
+            _check_domains(graph, name)
             _check_critic(graph, name)
             _check_adapters(graph, name)
     return graph
@@ -335,6 +348,12 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
                 where=where,
                 remedy="take it away",
             )
+    for text in stage.gates:
+        try:
+            parse_gate(text)
+        except ConfigError as error:
+            error.where = f"stage {name}, {graph.file.where(('stages', name, 'gates'))}"
+            raise
     for parent in stage.parents:
         if parent not in known:
             raise ConfigError(
@@ -361,6 +380,22 @@ def _check_gate(graph: Graph, name: str, stage: Stage, text: str) -> None:
             where=graph.file.where(("stages", name)),
             remedy='make a stage of it with a recipe and settings = ["kind=eval", "num_steps=0"]',
         )
+
+
+def _check_domains(graph: Graph, name: str) -> None:
+    """ConfigError for a gate that compares with a stage that evaluates other domains, or none."""
+    for text in graph.table.stages[name].gates:
+        gate = parse_gate(text)
+        if gate.against is None:
+            continue
+        problem = graph.why_not_compared(name, str(gate.against))
+        if problem:
+            raise ConfigError(
+                f"gate {text!r} of stage {name} can never be open: {problem}",
+                where=graph.file.where(("stages", name)),
+                remedy="compare with a stage that evaluates domains of this one; a domain of "
+                "weight = 0 is evaluated, and not trained",
+            )
 
 
 def _check_critic(graph: Graph, name: str) -> None:

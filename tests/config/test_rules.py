@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
 from grpo_megatron.config.rules.check import check_rules
 from grpo_megatron.config.rules.critic import CRITIC_RULES
@@ -124,6 +128,12 @@ BROKEN = [
             '{name="a", source="file", path="x", rewards=[{function="m:f"}]}]'
         ],
     ),
+    ("domain_names", ["domains.0.name=all"]),
+    ("domain_names", ['domains.0.name="math.v2"']),
+    ("domain_names", ['domains.0.name=" a"']),
+    ("domain_names", ['domains.0.name="a\\nb"']),
+    ("domain_names", ['domains.0.name=""']),
+    ("domain_names", ['domains.0.name="@"']),
     ("domain_source", ["domains.0.dataset=null"]),
     ("domain_source", ["domains.0.path=x.jsonl"]),
     ("template", ["domains.0.template={question"]),
@@ -300,6 +310,8 @@ BROKEN = [
     ("gate", ['gates=["eval.addition.acuracy >= 0.5"]']),
     ("gate", ['gates=["eval.all.pass_at_4 >= 0.5"]']),
     ("gate", ['gates=["eval.addition.accuracy >= 1.6"]']),
+    ("gate", ["data.num_heldout=0", 'gates=["eval.addition.accuracy >= 0.5"]']),
+    ("gate", ["data.num_heldout=0", 'gates=["no domain drops more than 0.1 against runs/a"]']),
     (
         "untaught_domain",
         [
@@ -402,6 +414,32 @@ def test_each_rule(rule, overrides):
     violations = check_rules(unchecked_config(*overrides))
     assert [violation.rule for violation in violations] == [rule]
     assert all(violation.remedy or violation.nearest for violation in violations)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("math.v2", "math-v2"), ("a\tb ", "a-b"), ("Übung@1", "Übung-1"), ("@all", "domain0")],
+)
+def test_a_name_of_a_domain_that_is_near(name, nearest):
+    [violation] = check_rules(unchecked_config(f"domains.0.name={as_toml(name)}"))
+    assert violation.nearest == (nearest,)
+    assert check_rules(unchecked_config(f"domains.0.name={as_toml(nearest)}")) == []
+
+
+@given(st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1))
+def test_an_accepted_name_of_a_domain_can_be_asked_for(name):
+    named = f"domains.0.name={as_toml(name)}"
+    gate = f"eval.{name}.accuracy >= 0.5"
+    if check_rules(unchecked_config(named)) == []:
+        assert check_rules(unchecked_config(named, f"gates={as_toml([gate])}")) == []
+        assert parse_gate(gate).check({"eval": {name: {"accuracy": 0.5}}}) is None
+
+
+@pytest.mark.parametrize("name", ["Counting & Probability", "code/c++", "übung", "-", "[bold]"])
+def test_names_of_topics_are_names_of_domains(name):
+    gates = as_toml([f"eval.{name}.accuracy>=0.5"])
+    named = f"domains.0.name={as_toml(name)}"
+    assert check_rules(unchecked_config(named, f"gates={gates}")) == []
 
 
 @pytest.mark.parametrize("preset", ["gagpo", "gigpo"])

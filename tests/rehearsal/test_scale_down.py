@@ -320,6 +320,14 @@ def test_a_teacher_has_the_tokenizer_of_the_model_that_is_given(tmp_path, monkey
     assert json.loads((teacher / "config.json").read_text())["num_hidden_layers"] == 4
 
 
+def test_made_up_rows_of_a_domain_are_a_file_whatever_it_is_called(tmp_path):
+    config = resolve("stages/tiny-gsm8k", ["domains.0.name=code/c++"]).config
+    with TeacherServers(tmp_path) as servers:
+        writer = StandInWriter(tmp_path, "http://127.0.0.1:1", servers, 4, [])
+        [file] = writer.write(config, config).data.values()
+    assert file.parent == tmp_path and file.read_text()
+
+
 def test_control_tokens_of_templates_become_tokens():
     config = resolve("moe/deepseek-v3").config
     assert "<｜User｜>" in special_tokens_of(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -121,7 +122,23 @@ def test_a_stage_gets_settings_inputs_and_gates(graph_file):
             ["wait for each other"],
         ),
         ("optimizer.lr", "optimizer.lrr", ["optimizer.lrr", "unknown key", "optimizer.lr"]),
-        ("accuracy >= 0.6", "accuracy is 0.6", ["is not a gate", "eval.DOMAIN.METRIC"]),
+        (
+            "accuracy >= 0.6",
+            "accuracy is 0.6",
+            ["is not a gate", "eval.DOMAIN.METRIC", "stage one, ", "graph.toml:12"],
+        ),
+        (
+            "[stages.base]\n",
+            '[stages.other]\nrecipe = "stages/tiny-gsm8k"\n'
+            '[stages.compared]\nrecipe = "stages/tiny-base"\n'
+            'gates = ["no domain drops more than 0.1 against other"]\n[stages.base]\n',
+            ["of stage compared can never be open", "other evaluates gsm8k"],
+        ),
+        (
+            'recipe = "stages/tiny-base"',
+            'recipe = "stages/tiny-base"\nsettings = ["data.num_heldout=0"]',
+            ["of stage one can never be open", "num_heldout of base is 0"],
+        ),
         (
             '"model.path" = "base" }\nsettings',
             '"domains.0.path" = "base" }\nsettings',
@@ -621,6 +638,9 @@ RESULT = {"seconds": 12.0, "eval": {"math": {"accuracy": 0.5, "pass_at_4": 0.75}
         ("eval.math.pass_at_4 < 0.7", "0.75"),
         ("seconds <= 12", None),
         ("seconds <= 1e1", "12"),
+        ("seconds <= 1.e+1", "12"),
+        ("seconds <= 1E1", "12"),
+        ("seconds <= +11.", "12"),
     ],
 )
 def test_gates(text, seen):
@@ -690,6 +710,32 @@ def test_a_drop_gate_needs_something_to_compare(tmp_path):
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / "result.json").write_text('{"seconds": 1.0}')
     assert gate.limit == 0.1 and gate.check(RESULT) == "nothing was evaluated there"
+
+
+def test_a_drop_to_or_from_nan_is_no_open_gate(tmp_path):
+    gate = parse_gate(f"no domain drops more than 1 against {tmp_path}")
+    file = tmp_path / "result.json"
+    file.write_text('{"seconds": 1.0, "eval": {"math": {"accuracy": 0.5}}}')
+    assert gate.check({"eval": {"math": {"accuracy": math.nan}}}) == "math drops nan"
+    assert gate.check({"eval": {"math": {"prompts": 8.0}}}) == "math drops nan"
+    file.write_text('{"seconds": 1.0, "eval": {"math": {"accuracy": NaN}}}')
+    assert gate.check(RESULT) == "math drops nan"
+
+
+def test_a_stage_is_compared_where_it_may_evaluate_the_same(graph_file):
+    """With fewer prompts held out than domains nobody knows which are evaluated."""
+    new = (
+        '[stages.other]\nrecipe = "stages/tiny-base"\nsettings = ["data.num_heldout=2"]\n'
+        '[stages.compared]\nrecipe = "stages/tiny-gsm8k"\n'
+        'gates = ["no domain drops more than 0.1 against other"]\n[stages.base]\n'
+    )
+    assert "compared" in load_graph(changed(graph_file, "[stages.base]\n", new)).order
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_number_of_python_is_one_of_a_gate(limit):
+    assert parse_gate(f"seconds <= {limit!r}").limit == limit
+    assert parse_gate(f"seconds <= {limit:+E}").limit == float(f"{limit:E}")
 
 
 def test_paths_of_drop_gates_start_at_the_root(tmp_path):

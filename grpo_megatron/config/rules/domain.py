@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from grpo_megatron.config.gates import OF_ALL
 from grpo_megatron.config.imports import ENVIRONMENT_REWARD, with_colon
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import DomainConfig, RunConfig
@@ -14,6 +15,7 @@ DOMAIN_RULES = RuleSet()
 """Their checks take the run, the domain and its index."""
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_NOT_IN_NAMES = re.compile(r"(?:[.@<>=\x00-\x1f\x7f]|[^\S ])+")
 _OF_CHAT_TEMPLATE = (
     "template_arguments",
     "template_date",
@@ -66,6 +68,31 @@ def names_differ(run: RunConfig, domain: DomainConfig, index: int) -> Violation 
         "two domains have the same name",
         remedy="rename one of them",
         related=(f"domains.{first}.name",),
+    )
+
+
+@DOMAIN_RULES.rule("domain_names")
+def names_can_be_asked_for(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    """Refuse names that cannot be told from what stands around them in gates
+    (`eval.NAME.accuracy >= 0.5`) and metrics (`policy/entropy@NAME`), and that of the results of
+    all domains."""
+    if domain.name == OF_ALL:
+        return Violation(
+            f"domains.{index}.name",
+            f"{OF_ALL!r} is what results of all domains together are called",
+            remedy="rename the domain",
+        )
+    nearest_name = _NOT_IN_NAMES.sub("-", domain.name).strip("- ")
+    is_name = not _NOT_IN_NAMES.search(domain.name) and domain.name == domain.name.strip()
+    if domain.name and is_name:
+        return None
+    if nearest_name in ("", OF_ALL):
+        nearest_name = f"domain{index}"
+    return Violation(
+        f"domains.{index}.name",
+        f"a domain cannot be called {domain.name!r}: gates and metrics carry its name",
+        nearest=(nearest_name,),
+        remedy="leave out . @ < > = and blanks at both ends",
     )
 
 
