@@ -177,15 +177,43 @@ def closed_gates(texts: Sequence[str], result: Mapping[str, Any]) -> list[str]:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """`result.json` of a finished run. ConfigError where there is none, or a damaged one."""
+    """`result.json` of a finished run: `seconds`, and in `eval` tables of numbers by domain, of
+    what was evaluated. ConfigError where there is none, or a damaged one."""
     file = run / "result.json"
     with raised_as(ConfigError, "not a finished run", OSError, where=file):
         content = file.read_bytes()
     with raised_as(ConfigError, "result.json is damaged", ValueError, where=file):
-        result = json.loads(content)
-    if not isinstance(result, dict):
-        raise ConfigError("result.json is damaged: no table", where=str(file))
+        result: dict[str, Any] = json.loads(content)
+    damage = _damage_of(result)
+    if damage:
+        raise ConfigError(
+            f"result.json is damaged: {damage}",
+            where=str(file),
+            remedy="remove the file and resume the run, which writes it again",
+        )
     return result
+
+
+def _damage_of(result: object) -> str:
+    """Return what no finished run writes into `result.json`; empty where it may be one's."""
+    if not isinstance(result, dict):
+        return "no table"
+    if not _is_number(result.get("seconds")):
+        return "no seconds"
+    evaluation = result.get("eval", {})
+    if not isinstance(evaluation, dict):
+        return "eval is no table"
+    for domain, values in evaluation.items():
+        if not isinstance(values, dict):
+            return f"eval.{domain} is no table"
+        for name, value in values.items():
+            if not _is_number(value):
+                return f"eval.{domain}.{name} is no number"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _value(result: Mapping[str, Any], name: str) -> float | str:

@@ -174,6 +174,24 @@ class Graph:
             return self.run_dir(parent).adapter.absolute()
         return self.output(parent)
 
+    def gives_only_numbers(self, name: str) -> bool:
+        """Whether a stage makes no files for others."""
+        return self.kind(name) == "eval"
+
+    def takers(self, name: str) -> list[str]:
+        """Return stages that are made from what a stage gives."""
+        return [other for other, stage in self.table.stages.items() if name in stage.sources]
+
+    def taken(self, name: str, source: str) -> list[Path]:
+        """Return absolute paths of what a stage takes from another one."""
+        stage = self.table.stages[name]
+        paths = [
+            self.input(key, parent) for key, parent in stage.inputs.items() if parent == source
+        ]
+        if source in stage.parts:
+            paths.append(self.output(source))
+        return paths
+
     def why_not_compared(self, name: str, other: str) -> str:
         """Return why no domain of a stage can be compared with those that another one evaluates;
         empty where all can."""

@@ -43,6 +43,8 @@ class Records:
             return State.PARTIAL
         if self.closed_gates(name):
             return State.GATED
+        if not self._keeps_what_is_taken(name):
+            return State.PARTIAL
         return State.DONE
 
     def unfinished_parents(self, name: str) -> list[str]:
@@ -53,7 +55,24 @@ class Records:
     def is_unchanged(self, name: str) -> bool:
         """Whether the stage was begun with what it would begin with now."""
         file = self.directory.root / name
-        return file.exists() and file.read_text() == self.fingerprint(name)
+        return file.is_file() and file.read_bytes() == self.fingerprint(name).encode()
+
+    def _has_ended(self, name: str) -> bool:
+        return self.is_unchanged(name) and self.graph.run_dir(name).result.exists()
+
+    def _keeps_what_is_taken(self, name: str) -> bool:
+        """Whether what a stage has made is still there for those that take it and have not ended,
+        or, of a last stage, at all: what nobody takes any more may be removed to make room."""
+        graph = self.graph
+        takers = graph.takers(name)
+        if not takers:
+            return graph.gives_only_numbers(name) or graph.output(name).exists()
+        for taker in takers:
+            if self._has_ended(taker):
+                continue
+            if not all(path.exists() for path in graph.taken(taker, name)):
+                return False
+        return True
 
     def begin(self, name: str) -> None:
         """Record what a stage begins with; the result that it may have is gone."""

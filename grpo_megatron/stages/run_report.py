@@ -76,10 +76,11 @@ def _result(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _newest_kernels(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """`part`, `chosen` and `why` of every kernel of the newest attempt; [] of an older run."""
+    """`part`, `chosen` and `why` of every kernel of the newest attempt; [] of an older run, or
+    where no event tells them."""
     kernels: list[dict[str, str]] = []
     for event in events:
-        if event["kind"] == "kernels":
+        if event["kind"] == "kernels" and isinstance(event.get("kernels"), list):
             kernels = event["kernels"]
     return kernels
 

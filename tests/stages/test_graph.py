@@ -378,6 +378,78 @@ def test_a_merge_of_the_same_parts_in_another_order_is_another_one(graph_file):
     assert states(graph)["soup"] == "ready" and states(graph)["two"] == "done"
 
 
+def test_a_last_stage_whose_export_is_gone_is_not_done(graph_file):
+    graph = load_graph(graph_file)
+    for name in graph.order:
+        finish(graph, name, plus=0.7)
+    shutil.rmtree(graph.output("final"))
+    assert states(graph) == dict.fromkeys(graph.order, "done") | {"final": "begun"}
+
+
+def test_an_export_may_be_removed_when_all_that_take_it_have_ended(graph_file):
+    graph = load_graph(graph_file)
+    for name in ("base", "one", "two"):
+        finish(graph, name, plus=0.7)
+    shutil.rmtree(graph.output("base"))
+    assert states(graph)["base"] == "done"
+    shutil.rmtree(graph.output("one"))
+    assert states(graph)["one"] == "begun" and states(graph)["soup"] == "waiting"
+    finish(graph, "one", plus=0.7)
+    graph = load_graph(changed(graph_file, "lr=1e-4", "lr=2e-4"))
+    assert states(graph)["base"] == "begun" and states(graph)["one"] == "waiting"
+
+
+def test_what_a_stage_takes_from_a_run_is_what_must_be_there(tmp_path):
+    file = tmp_path / "graph.toml"
+    file.write_text(WITH_ADAPTERS.format(runs=tmp_path / "runs", first="demo/lora-moe-cpu"))
+    graph = load_graph(file)
+    finish(graph, "base")
+    assert states(graph)["base"] == "begun"
+    graph.run_dir("base").adapter.mkdir()
+    assert states(graph) == {"base": "done", "again": "ready"}
+
+
+def test_an_evaluation_is_done_without_an_export(graph_file):
+    table = (
+        '[stages.numbers]\nrecipe = "stages/tiny-base"\n'
+        'settings = ["kind=eval", "num_steps=0", "cold_start=null"]\n[stages.base]\n'
+    )
+    graph = load_graph(changed(graph_file, "[stages.base]\n", table))
+    finish(graph, "numbers", plus=0.7)
+    shutil.rmtree(graph.output("numbers"))
+    assert states(graph)["numbers"] == "done"
+
+
+def test_a_record_that_is_no_text_is_of_other_inputs(graph_file):
+    graph = load_graph(graph_file)
+    finish(graph, "base", plus=0.7)
+    (Records(graph).directory.root / "base").write_bytes(b"\xff\xfe\x00")
+    assert states(graph)["base"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "no seconds"),
+        ('{"seconds": null}', "no seconds"),
+        ('{"seconds": "x"}', "no seconds"),
+        ('{"seconds": true}', "no seconds"),
+        ('{"eval": [1], "seconds": 1}', "eval is no table"),
+        ('{"eval": null, "seconds": 1}', "eval is no table"),
+        ('{"eval": {"all": null}, "seconds": 1}', "eval.all is no table"),
+        ('{"eval": {"all": {"accuracy": null}}, "seconds": 1}', "eval.all.accuracy is no number"),
+    ],
+)
+def test_what_no_run_writes_as_its_result_is_damaged(graph_file, content, words):
+    graph = load_graph(graph_file)
+    finish(graph, "base", plus=0.7)
+    graph.run_dir("base").result.write_text(content)
+    for ask in (Records(graph).state, Records(graph).closed_gates, Records(graph).result):
+        with pytest.raises(ConfigError, match=f"damaged: {words}") as error:
+            ask("base")
+        assert "resume the run" in error.value.remedy
+
+
 def test_a_stage_that_was_killed_goes_on_only_if_it_is_the_same(graph_file):
     graph = load_graph(graph_file)
     Records(graph).begin("base")

@@ -23,6 +23,7 @@ from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.report import write_report
+from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.samples import write_samples
 from tests.stages.browser import WHY_NOT, Browser
 from tests.stages.report_runs import RESULT, RESULT_TEXT, TURNS, samples_of, write_run
@@ -205,6 +206,7 @@ def test_what_is_lost_is_left_out(tmp_path, lost):
     [
         ("result.json", b'{"eval": {"all"', "result: result.json is damaged"),
         ("result.json", b"[1]", "result: result.json is damaged: no table"),
+        ("result.json", b"{}", "result: result.json is damaged: no seconds"),
         ("metrics.jsonl", b"\xff no step", "steps: nothing in metrics.jsonl is a step's record"),
         ("metrics.jsonl", b"a\nb\n", "steps: this line is no metrics record"),
         ("samples/step_000001.jsonl", None, "samples: step_000001.jsonl cannot be read to its"),
@@ -224,6 +226,13 @@ def test_what_is_damaged_is_a_note(tmp_path, damaged, content, note):
     assert bool(run["metrics"]) == (damaged != "metrics.jsonl")
     num_whole = len(samples_of(run_dir.samples / "step_000000.jsonl"))
     assert len(run["samples"]) >= num_whole
+
+
+def test_an_event_without_its_kernels_tells_none(tmp_path):
+    run_dir = write_run(tmp_path / "run", 1, stored=0)
+    append_event(run_dir.events, "kernels")
+    [kernel] = data_of(write_report(str(run_dir.root)))["runs"][0]["kernels"]
+    assert kernel["chosen"] == "separate"  # of the last that has some
 
 
 def test_completions_with_separators_of_lines_are_shown(tmp_path):
