@@ -84,6 +84,7 @@ class McpTools(ToolEnvironment):
             raise ToolError(f"there is no tool {name!r}; {did_you_mean(name, self._schemas)}")
         check_arguments(self._schemas[name], arguments)
         assert self._session is not None, "start comes first"
+        self.remember(name, dict(arguments))  # a server may have a state, and need not show it
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls.put_nowait((name, dict(arguments), result))
         await asyncio.wait({self._session, result}, return_when=asyncio.FIRST_COMPLETED)

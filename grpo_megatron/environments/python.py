@@ -84,6 +84,7 @@ class PythonInterpreter(ToolEnvironment):
         printed, ended, _ = printed.partition(f"{mark}\n")
         if ended:
             self._cells = cells
+            self.remember(code)
             return printed or "(no output)"
         return f"{printed}\nerror: {self._why(outcome)}; the cell was undone".lstrip()
 

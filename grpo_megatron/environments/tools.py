@@ -130,13 +130,14 @@ def opening(problem: Problem) -> tuple[Message, ...]:
 
 
 class History:
-    """Names the state of an episode by all that its environment has said."""
+    """Names the state of an episode by all that its environment has said, and what was done in it
+    that later turns find again."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def add(self, *said: Any) -> None:
-        """Take what the environment said next: values of JSON."""
+        """Take what the environment said, or what was done, next: values of JSON."""
         self._digest.update(json.dumps(said, sort_keys=True, default=str).encode())
 
     @property
@@ -184,7 +185,10 @@ class ToolEnvironment:
 
     A call that is malformed, unknown or fails is answered with what is wrong, and counted. Metrics
     of the outcome: `tool_calls`, `tool_errors`. Subclasses have methods under `@tool`, `score`, and
-    where they need it `start` and `close`."""
+    where they need it `start` and `close`.
+
+    States are named by what the environment said. A tool that leaves something behind for later
+    calls, which its result need not show, says so by `remember`."""
 
     problem: Problem
 
@@ -202,6 +206,11 @@ class ToolEnvironment:
 
     async def close(self) -> None:
         """Give back what the episode holds; nothing, unless a subclass does."""
+
+    def remember(self, *done: Any) -> None:
+        """Take what a call did, as values of JSON, into the names of all later states: episodes
+        that did something else are then in other states, whatever they were told."""
+        self._history.add("done", *done)
 
     @property
     def tools(self) -> tuple[ToolSchema, ...]:

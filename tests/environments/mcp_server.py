@@ -8,6 +8,7 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("numbers")
+kept: list[str] = []
 
 
 @server.tool()
@@ -20,6 +21,13 @@ def add(a: int, b: int) -> str:
 def fail(text: str) -> str:
     """Raise an error."""
     raise ToolError(text)
+
+
+@server.tool()
+def keep(value: str) -> str:
+    """Remember a value."""
+    kept.append(value)
+    return "kept"
 
 
 @server.tool()

@@ -33,7 +33,7 @@ def test_an_episode_with_the_tools_of_a_server():
     environment = bind("mcp", COMMAND).make()
     observation, step, last = play(environment, call("add", a=2, b=3), Reply("5"), problem=PROBLEM)
     names = [schema["function"]["name"] for schema in observation.tools]
-    assert names == ["add", "fail", "leave", "variable"]
+    assert names == ["add", "fail", "keep", "leave", "variable"]
     assert observation.tools[0]["function"]["description"] == "Add two whole numbers."
     assert step.messages[0]["content"] == "5"
     assert last.outcome.reward == 1
@@ -67,6 +67,16 @@ def test_variables_reach_the_server(monkeypatch, name, value, found):
         -1
     ]
     assert step.messages[0]["content"] == found
+
+
+def test_states_are_equal_where_the_calls_were():
+    states = []
+    for value in ("1", "2", "1"):
+        environment = bind("mcp", COMMAND).make()
+        step = play(environment, call("keep", value=value), problem=PROBLEM)[-1]
+        assert step.messages[0]["content"] == "kept"
+        states.append(step.state)
+    assert states[0] == states[2] != states[1]
 
 
 def test_a_server_that_goes_is_nobodys_fault():

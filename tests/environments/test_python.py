@@ -44,6 +44,23 @@ def test_names_live_on_and_earlier_cells_are_silent():
     ) == ["once\n", "(no output)", "42\n", "7", "8\n"]
 
 
+def states(*sources):
+    """The names of the states behind the cells of one episode."""
+    steps = play(PythonInterpreter(**PATIENT), *map(cell, sources), problem=PROBLEM)[1:]
+    return [step.state for step in steps]
+
+
+def test_states_are_equal_where_the_cells_were():
+    told = [states(source) for source in ("x = 1", "x = 2", "y = 3")]
+    assert told[0] == states("x = 1")
+    assert len({state for [state] in told}) == 3
+
+
+def test_a_cell_that_was_undone_is_in_no_state():
+    ends = "import os\nos._exit(3)"
+    assert states("x = 1", ends) == states("x = 1", f"x = 2\n{ends}")
+
+
 def test_what_a_cell_raises_is_shown_and_its_names_stay():
     first, second, third = results("x = 1\nraise ValueError('no')\nx = 2", "x", "x +")
     assert first.startswith("Traceback") and first.endswith("ValueError: no\n")
