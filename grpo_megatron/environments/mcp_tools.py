@@ -79,7 +79,7 @@ class McpTools(ToolEnvironment):
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text that the tool returns. Raises ToolError where the server says that it is
-        an error."""
+        an error, in its result or by the protocol."""
         if name not in self._schemas:
             raise ToolError(f"there is no tool {name!r}; {did_you_mean(name, self._schemas)}")
         check_arguments(self._schemas[name], arguments)
@@ -110,7 +110,8 @@ class McpTools(ToolEnvironment):
 
     async def _serve(self, ready: "asyncio.Future[None]") -> None:
         """The whole session as one task: it must be left by the task that has entered it."""
-        from mcp import Client, StdioServerParameters
+        from mcp import Client, MCPError, StdioServerParameters
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
         server: Any = self._url
         if self._url is None:
@@ -132,7 +133,14 @@ class McpTools(ToolEnvironment):
             ready.set_result(None)
             while True:
                 name, arguments_of_call, result = await self._calls.get()
-                answer = await client.call_tool(name, arguments_of_call)
+                try:
+                    answer = await client.call_tool(name, arguments_of_call)
+                except MCPError as error:
+                    if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):  # no answer
+                        raise
+                    if not result.done():
+                        result.set_exception(ToolError(error.message))
+                    continue
                 if not result.done():
                     result.set_result(answer)
 

@@ -39,6 +39,8 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "array": (list, tuple),
     "object": (Mapping,),
 }
+_MORE_NAMES = ("patternProperties", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "$ref")
+"""Parts of a JSON schema that may name arguments beside `properties`."""
 _Tool = typing.TypeVar("_Tool", bound=Callable[..., Awaitable[str]])
 
 
@@ -92,23 +94,49 @@ def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> T
 
 
 def check_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> None:
-    """Raise ToolError where arguments do not fit a schema: unknown, missing, or of another type."""
+    """Raise ToolError where arguments do not fit a schema: unknown, missing, or of another type.
+
+    What JSON schemas allow is taken, 2.0 for an integer too, but for one thing: a schema that names
+    `properties` and says nothing of others takes no others. A mistyped name would be ignored."""
     parameters = schema["function"]["parameters"]
     properties = parameters.get("properties", {})
     for name in parameters.get("required", ()):
         if name not in arguments:
             raise ToolError(f"argument {name!r} is missing")
     for name, value in arguments.items():
-        if name not in properties:
+        of_argument = properties.get(name, _schema_of_others(parameters))
+        if of_argument is False:
             raise ToolError(f"there is no argument {name!r}; {did_you_mean(name, properties)}")
-        kind = properties[name].get("type")
+        kind = None
+        if isinstance(of_argument, Mapping):  # else it is true: anything fits
+            kind = of_argument.get("type")
         if isinstance(kind, str) and not _is_of(value, kind):
             raise ToolError(f"argument {name!r} must be of type {kind}, not {_json_type(value)}")
+
+
+def _schema_of_others(parameters: Mapping[str, Any]) -> Any:
+    """Return the schema of arguments that `properties` does not name; False: there are none."""
+    if any(part in parameters for part in _MORE_NAMES):
+        return True
+    return parameters.get("additionalProperties", "properties" not in parameters)
+
+
+def _as_python(schema: ToolSchema, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that fit the schema of a method, as its annotations have them: JSON's 2.0
+    is 2 where it is an integer."""
+    properties = schema["function"]["parameters"]["properties"]
+    found = dict(arguments)
+    for name, value in arguments.items():
+        if properties[name]["type"] == "integer":
+            found[name] = int(value)
+    return found
 
 
 def _is_of(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
     return isinstance(value, _PYTHON_TYPES.get(kind, (object,)))
 
 
@@ -247,7 +275,7 @@ class ToolEnvironment:
             raise ToolError(f"there is no tool {name!r}; {did_you_mean(name, methods)}")
         method = methods[name]
         check_arguments(method.schema, arguments)
-        result: str = await method(self, **arguments)
+        result: str = await method(self, **_as_python(method.schema, arguments))
         return result
 
     async def _result(self, call: ToolCall) -> str:

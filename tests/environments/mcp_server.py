@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -21,6 +22,12 @@ def add(a: int, b: int) -> str:
 def fail(text: str) -> str:
     """Raise an error."""
     raise ToolError(text)
+
+
+@server.tool()
+def refuse(text: str) -> str:
+    """Raise an error of the protocol."""
+    raise MCPError(-32602, text)
 
 
 @server.tool()

@@ -33,7 +33,7 @@ def test_an_episode_with_the_tools_of_a_server():
     environment = bind("mcp", COMMAND).make()
     observation, step, last = play(environment, call("add", a=2, b=3), Reply("5"), problem=PROBLEM)
     names = [schema["function"]["name"] for schema in observation.tools]
-    assert names == ["add", "fail", "keep", "leave", "variable"]
+    assert names == ["add", "fail", "refuse", "keep", "leave", "variable"]
     assert observation.tools[0]["function"]["description"] == "Add two whole numbers."
     assert step.messages[0]["content"] == "5"
     assert last.outcome.reward == 1
@@ -44,6 +44,7 @@ def test_an_episode_with_the_tools_of_a_server():
     ("reply", "words"),
     [
         (call("fail", text="no such thing"), "no such thing"),
+        (call("refuse", text="invalid arguments"), "invalid arguments"),
         (call("ad", a=1, b=2), "did you mean 'add'"),
         (call("add", a=1), "argument 'b' is missing"),
         (call("add", a=1, b="2"), "argument 'b' must be of type integer"),
@@ -54,6 +55,12 @@ def test_a_wrong_call_is_told(reply, words):
     content = step.messages[0]["content"]
     assert content.startswith("error: ") and words in content
     assert step.outcome.metrics["tool_errors"] == 1
+
+
+def test_a_server_that_has_refused_a_call_answers_the_next():
+    replies = [call("refuse", text="no"), call("add", a=2, b=3.0)]
+    step = play(bind("mcp", COMMAND).make(), *replies, problem=PROBLEM)[-1]
+    assert step.messages[0]["content"] == "5"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ import pytest
 
 from grpo_megatron.environments.calculator import Calculator
 from grpo_megatron.environments.protocol import Reply, ToolCall
-from grpo_megatron.environments.tools import ToolEnvironment, ToolError, check_arguments, tool
+from grpo_megatron.environments.tools import (
+    ToolEnvironment,
+    ToolError,
+    check_arguments,
+    tool,
+    tool_schema,
+)
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.types import Problem
 
@@ -136,7 +142,9 @@ def test_states_are_equal_where_histories_are():
         ({"share": 1}, None),
         ({"loud": True}, None),
         ({"count": True}, "'count' must be of type integer, not boolean"),
-        ({"count": 1.0}, "'count' must be of type integer, not number"),
+        ({"count": 1.0}, None),
+        ({"count": 1.5}, "'count' must be of type integer, not number"),
+        ({"count": math.inf}, "'count' must be of type integer, not number"),
         ({"share": "1"}, "'share' must be of type number, not string"),
         ({"loud": 1}, "'loud' must be of type boolean, not integer"),
         ({"text": None}, "'text' must be of type string, not null"),
@@ -152,6 +160,42 @@ def test_arguments_are_checked_against_the_schema(change, words):
         return
     with pytest.raises(ToolError, match=words):
         check_arguments(schema, arguments)
+
+
+STRING = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "words"),
+    [
+        ({}, {"a": 1}, None),
+        ({"type": "object"}, {"a": 1}, None),
+        ({"properties": {}}, {"a": 1}, "there is no argument 'a'"),
+        ({"properties": {"a": STRING}}, {"b": 1}, "there is no argument 'b'"),
+        ({"properties": {"a": True}}, {"a": 1}, None),
+        ({"properties": {"a": False}}, {"a": 1}, "there is no argument 'a'"),
+        ({"properties": {"a": STRING}, "additionalProperties": True}, {"b": 1}, None),
+        ({"properties": {"a": STRING}, "additionalProperties": STRING}, {"b": "1"}, None),
+        ({"properties": {"a": STRING}, "additionalProperties": STRING}, {"b": 1}, "type string"),
+        ({"additionalProperties": False}, {"a": 1}, "there is no argument 'a'"),
+        ({"properties": {"a": STRING}, "patternProperties": {"^b": {}}}, {"b": 1}, None),
+        ({"properties": {"a": STRING}, "anyOf": [{"required": ["b"]}]}, {"b": 1}, None),
+        ({"required": ["a"]}, {"b": 1}, "argument 'a' is missing"),
+    ],
+)
+def test_what_a_json_schema_allows_is_taken(parameters, arguments, words):
+    schema = tool_schema("look", "Look.", parameters)
+    if words is None:
+        check_arguments(schema, arguments)
+        return
+    with pytest.raises(ToolError, match=words):
+        check_arguments(schema, arguments)
+
+
+def test_a_method_gets_whole_numbers_as_they_are_annotated():
+    arguments = {"text": "a", "count": 2.0, "share": 1}
+    step = play(Kinds(), Reply("", (ToolCall("describe", arguments),)))[-1]
+    assert step.messages[0]["content"] == "a 2 1 False"
 
 
 def test_a_parameter_needs_a_type_and_a_description():
