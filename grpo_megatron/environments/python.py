@@ -60,7 +60,7 @@ class PythonInterpreter(ToolEnvironment):
         self._seed = 0
 
     async def start(self, problem: Problem, seed: int) -> None:
-        """Remember the seed of the programs' random numbers."""
+        """Remember the seed of the programs' random numbers and hashes."""
         self._seed = seed
 
     @tool(
@@ -77,7 +77,7 @@ class PythonInterpreter(ToolEnvironment):
         mark = secrets.token_hex(16)  # which no cell knows before it runs
         task = json.dumps({"cells": cells, "seed": self._seed, "mark": mark})
         async with _free():
-            outcome = await sandbox.run(_INSIDE, task, limits=self._limits)
+            outcome = await sandbox.run(_INSIDE, task, limits=self._limits, hash_seed=self._seed)
         if outcome.ending == "failed":
             raise Unscorable(f"the sandbox failed: {outcome.stderr.decode(errors='replace')[:300]}")
         _, _, printed = outcome.stdout.decode(errors="replace").partition(f"{mark}\n")

@@ -24,9 +24,13 @@ class Interpreter(code.InteractiveInterpreter):
         """Run a cell. The value of an expression that ends it is shown, as is what it raises."""
         try:
             body = ast.parse(source, "cell").body
-            parts = [compile(ast.Module(body[:-1], []), "cell", "exec")]
-            if body:
-                parts.append(compile(ast.Interactive(body[-1:]), "cell", "single"))
+            shown: list[ast.stmt] = []
+            if body and isinstance(body[-1], ast.Expr):  # `single` shows what loops compute, too
+                shown = [body.pop()]
+            parts = [
+                compile(ast.Module(body, []), "cell", "exec"),
+                compile(ast.Interactive(shown), "cell", "single"),
+            ]
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             self.showsyntaxerror("cell")
             return

@@ -58,11 +58,19 @@ async def run(
     limits: Limits,
     arguments: Sequence[str] = (),
     give_fds: Sequence[int] = (),
+    hash_seed: int | None = None,
 ) -> ProgramOutcome:
     """Run a Python program, the first of `files` (content by path), to its end or until cancelled;
     nothing of it stays behind. `give_fds`, sockets for it, keep their numbers and are closed
-    here."""
+    here. hash_seed: runs of one seed hash texts alike, which each run does its own way
+    otherwise."""
     outcome = ProgramOutcome()
+    variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+    isolation = ["-I"]
+    if hash_seed is not None:
+        # -I is -E, -s and -P. -E would hide the seed, and there is nothing else for it to hide.
+        isolation = ["-s", "-P"]
+        variables["PYTHONHASHSEED"] = str(hash_seed % 2**32)
     status, status_fd = os.pipe()
     with open(status, "rb", 0) as report, contextlib.ExitStack() as theirs:
         for fd in (status_fd, *give_fds):
@@ -72,12 +80,12 @@ async def run(
             data[path] = _memory_file(theirs, content.encode(errors="replace"))
         filter_fd = _memory_file(theirs, seccomp.program())
         process = await asyncio.create_subprocess_exec(
-            *_command(limits, data, filter_fd, status_fd),
+            *_command(limits, data, filter_fd, status_fd, isolation),
             *arguments,
             stdin=_memory_file(theirs, stdin.encode(errors="replace")),
             stdout=PIPE,
             stderr=PIPE,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+            env=variables,
             pass_fds=(*data.values(), filter_fd, status_fd, *give_fds),
             start_new_session=True,
         )
@@ -121,7 +129,13 @@ def why_not() -> str | None:
     return outcome.stderr.decode(errors="replace").strip() or f"a program has {outcome.ending}"
 
 
-def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd: int) -> list[str]:
+def _command(
+    limits: Limits,
+    data: Mapping[str, int],
+    filter_fd: int,
+    status_fd: int,
+    isolation: Sequence[str],
+) -> list[str]:
     visible = (
         "/usr",
         "/bin",
@@ -174,7 +188,7 @@ def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd:
         "prlimit",
         *(f"--{name}={value}" for name, value in limited.items()),
         os.path.realpath(sys.executable),
-        "-I",
+        *isolation,
         "-B",
         next(iter(data)),
     ]

@@ -95,6 +95,31 @@ def test_random_numbers_are_those_of_the_seed():
     assert first[0] != first[1]
 
 
+def test_hashes_live_on_as_names_do():
+    """Each call runs the cells again, in a process of its own."""
+    cells = ["h = hash('a')\nprint(set('abcdef'))", "h == hash('a')", "print(set('abcdef'))"]
+    first, same, last = results(*cells, seed=-3)
+    assert same == "True\n"
+    assert first == last
+    assert len({results("hash('a')", seed=seed)[0] for seed in range(4)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("for i in range(3): i", "(no output)"),
+        ("def f(): return 5\nif True: f()", "(no output)"),
+        ("with open('f', 'w') as f: f.write('x')", "(no output)"),
+        ("x = 5\nx;", "5\n"),
+        ("for i in range(3): i\ni", "2\n"),
+        ("", "(no output)"),
+        ("# nothing", "(no output)"),
+    ],
+)
+def test_only_an_expression_that_ends_a_cell_is_shown(source, shown):
+    assert results(source) == [shown]
+
+
 def test_the_answer_is_scored():
     last = play(PythonInterpreter(), cell("6 * 7"), Reply("It is 42."), problem=PROBLEM)[-1]
     assert last.done and last.outcome.reward == 1 and last.outcome.metrics["tool_calls"] == 1

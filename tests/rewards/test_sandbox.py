@@ -94,6 +94,25 @@ def test_a_program_sees_who_and_where_it_is():
         assert f"'{path}'" not in told
 
 
+@needs_sandbox
+@pytest.mark.parametrize("hash_seed", [None, 0, 7])
+def test_python_takes_nothing_from_outside(hash_seed, monkeypatch):
+    """Neither variables of its own, nor modules beside the program or of a user."""
+    monkeypatch.setenv("PYTHONPATH", "/tmp")
+    monkeypatch.setenv("PYTHONSTARTUP", "/tmp/start.py")
+    source = (
+        "import os, sys\nflags = sys.flags\n"
+        "print(flags.safe_path, flags.no_user_site, flags.dont_write_bytecode)\n"
+        "print([path for path in sys.path if path in ('', '/', '/tmp')])\n"
+        "print([name for name in sorted(os.environ) if name.startswith('PYTHON')])"
+    )
+    given = []
+    if hash_seed is not None:
+        given = ["PYTHONHASHSEED"]
+    outcome = asyncio.run(sandbox.run({"/program.py": source}, limits=PATIENT, hash_seed=hash_seed))
+    assert outcome.stdout.decode() == f"True 1 1\n[]\n{given}\n", outcome
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
