@@ -14,11 +14,14 @@ from grpo_megatron.environments.tools import opening
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.types import Problem
 
-_WHOLE_NUMBER = re.compile(r"(?<![\w.])\d{1,9}(?!\w|\.\d)")
+# A minus behind a digit or a letter is a dash: 1-3 are two numbers.
+_WHOLE_NUMBER = re.compile(r"(?:(?<!\w)[-−]|(?<![\w.]))\d{1,9}(?!\w|\.\d)")
+
+_LARGEST_READ = 999_999_999
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(found) for found in _WHOLE_NUMBER.findall(text)]
+    return [int(found.replace("−", "-")) for found in _WHOLE_NUMBER.findall(text)]
 
 
 def _with_rules(problem: Problem, rules: str) -> tuple[Message, ...]:
@@ -186,6 +189,11 @@ class GuessNumber(Game):
         """EpisodeError for a game that cannot be played, or a penalty that is none."""
         _check_penalty(invalid_penalty)
         _check_positive(largest=largest, max_moves=max_moves)
+        if largest > _LARGEST_READ:
+            raise EpisodeError(
+                f"largest = {largest}, and numbers of more than nine digits are not read in turns",
+                remedy=f"set largest to at most {_LARGEST_READ}",
+            )
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
         """Return a number that seed and question decide."""

@@ -8,6 +8,7 @@ from typing import Any
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.environments.protocol import ToolSchema, Unscorable
 from grpo_megatron.environments.registry import traits
+from grpo_megatron.environments.remote import check_url
 from grpo_megatron.environments.tools import (
     EXACT_MATCH,
     FinalAnswer,
@@ -37,6 +38,24 @@ def _check(
             "exactly one of command and url says where the MCP server is",
             remedy='for example command = ["python", "-m", "my_server"]',
         )
+    for number, part in enumerate(command):
+        if not isinstance(part, str) or (number == 0 and not part):
+            raise EpisodeError(
+                f"command has {part!r} where a program and texts for it are expected",
+                remedy='for example command = ["python", "-m", "my_server"]',
+            )
+    if url is not None:
+        check_url(url)
+    if variables is not None and not isinstance(variables, Mapping):
+        raise EpisodeError(
+            f"variables = {variables!r} is no table", remedy='for example variables = { KEY = "…" }'
+        )
+    for name, value in (variables or {}).items():
+        if not isinstance(value, str):
+            raise EpisodeError(
+                f"variables has {name} = {value!r}, which is no text",
+                remedy=f'write {name} = "{value}"',
+            )
     FinalAnswer.check(**{"reward": EXACT_MATCH, **arguments})
 
 

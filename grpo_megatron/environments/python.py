@@ -7,6 +7,7 @@ or hangs takes nothing with it, and the same turns give the same episode. The pr
 run k²/2 cells."""
 
 import asyncio
+import inspect
 import json
 import os
 import secrets
@@ -16,22 +17,23 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from grpo_megatron.environments.protocol import Unscorable
-from grpo_megatron.environments.registry import traits
+from grpo_megatron.environments.registry import BoundEnvironment, traits
 from grpo_megatron.environments.tools import NUMERIC_MATCH, FinalAnswer, ToolEnvironment, tool
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.rewards import sandbox
+from grpo_megatron.rewards.argument_checks import check_number, check_whole_number
 from grpo_megatron.rewards.sandbox import MIB, Limits
 from grpo_megatron.types import Problem
 
 _INSIDE = {"/inside.py": Path(__file__).with_name("python_inside.py").read_text()}
 _MOST_CHARACTERS = 1 << 20  # of all cells
+_LEAST_MEMORY_MIB = 32  # twice what an interpreter starts in
 _running: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 def _check(*, timeout_s: float = 4.0, memory_mib: int = 512, **arguments: Any) -> None:
-    for name, value in {"timeout_s": timeout_s, "memory_mib": memory_mib}.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise EpisodeError(f"{name} = {value!r}", remedy=f"set {name} to a number above 0")
+    check_number("timeout_s", timeout_s, above=0)
+    check_whole_number("memory_mib", memory_mib, least=_LEAST_MEMORY_MIB)
     FinalAnswer.check(**arguments)
     reason = sandbox.why_not()
     if reason:
@@ -98,6 +100,21 @@ class PythonInterpreter(ToolEnvironment):
         if outcome.ending == "flooded":
             return f"the code printed more than {self._limits.output_bytes} bytes"
         return f"the interpreter ended with exit code {outcome.exit_code}"
+
+
+def refuse_long_programs(bound: BoundEnvironment, step_s: float) -> None:
+    """EpisodeError where a program of this environment may run for as long as a step may take: its
+    episode would be unscorable, where the policy is to be told."""
+    if bound.factory is not PythonInterpreter:
+        return
+    default_s = inspect.signature(PythonInterpreter).parameters["timeout_s"].default
+    timeout_s = bound.arguments.get("timeout_s", default_s)
+    if timeout_s >= step_s:
+        raise EpisodeError(
+            f"environment {bound.name}: timeout_s = {timeout_s:g} is not below step_s "
+            f"({step_s:g} s)",
+            remedy=f"set timeout_s to less, or step_s to {2 * timeout_s:g}",
+        )
 
 
 def _free() -> asyncio.Semaphore:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -11,6 +12,7 @@ from grpo_megatron.environments.registry import traits
 from grpo_megatron.environments.wire import ENCODER, LONGEST_LINE, PackedObservation, PackedStep
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.network import Endpoint
+from grpo_megatron.rewards.argument_checks import check_number
 from grpo_megatron.types import Problem
 
 
@@ -62,14 +64,26 @@ class CloseAnswer(msgspec.Struct, frozen=True):
 _Answer = TypeVar("_Answer")
 
 
-def _check(*, url: str | None = None, endpoint: str | None = None, **_: object) -> None:
+def check_url(url: str) -> None:
+    """Refuse what is no address of a server, with an EpisodeError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise EpisodeError(
+            f"url = {url!r}", remedy="a URL begins with http:// or https:// and names a host"
+        )
+
+
+def _check(
+    *, url: str | None = None, endpoint: str | None = None, timeout_s: float = 600.0
+) -> None:
     if (url is None) == (endpoint is None):
         raise EpisodeError(
             "exactly one of url and endpoint says where the server is",
             remedy='for example url = "http://127.0.0.1:8000"',
         )
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise EpisodeError(f"url = {url!r}", remedy="a URL begins with http:// or https://")
+    if url is not None:
+        check_url(url)
+    check_number("timeout_s", timeout_s, above=0)
 
 
 class ServerLost(Unscorable):

@@ -30,6 +30,8 @@ from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.environments.protocol import Environment, Unscorable
+from grpo_megatron.environments.python import refuse_long_programs
+from grpo_megatron.environments.registry import bind
 from grpo_megatron.environments.remote import CloseRequest, ResetRequest, StepRequest
 from grpo_megatron.environments.wire import ENCODER, LONGEST_LINE, PackedObservation, PackedStep
 from grpo_megatron.errors import EpisodeError, GrpoMegatronError
@@ -165,6 +167,7 @@ async def serve(
             f"a server at {address} needs a token",
             remedy="name a file for address and token: --endpoint FILE",
         )
+    refuse_long_programs(bind(config.name, config.arguments), config.step_s)
     server = Server(config, token=token, idle_s=idle_s, log_path=log_path)
     runner = web.AppRunner(
         server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0

@@ -19,6 +19,7 @@ from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.step_rows import id_of_step_token
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.tool_calls import AUTO, FORMATS, format_of
+from grpo_megatron.environments.python import refuse_long_programs
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from grpo_megatron.rewards.code_tests import code_tests
@@ -71,7 +72,8 @@ def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
     for domain in config.domains:
         try:
             if domain.hosted is not None:
-                bind(domain.hosted.name, domain.hosted.arguments)
+                bound = bind(domain.hosted.name, domain.hosted.arguments)
+                refuse_long_programs(bound, domain.hosted.step_s)
             elif domain.agent is not None:
                 find_program(domain.agent.command)
                 with_secrets(domain.agent.variables)

@@ -84,6 +84,30 @@ def test_a_game_ends_with_its_moves():
     assert steps[-1].outcome.reward == 0 and steps[-1].messages == ()
 
 
+@pytest.mark.parametrize("text", ["-7", "is it −7?", "3 or -7", "(-7)"])
+def test_a_negative_number_is_no_guess(text):
+    observation, step = play(GuessNumber(), Reply(text), problem=PROBLEM)
+    assert "no guess" in step.messages[0]["content"]
+    assert step.state == observation.state
+
+
+@pytest.mark.parametrize("text", ["- 7", "guess no. 7", "0-7", "a-7", "7.", "-3 or 7"])
+def test_a_dash_is_no_minus(text):
+    step = play(GuessNumber(), Reply(text), problem=PROBLEM)[-1]
+    assert step.messages[0]["content"].startswith("7 is too")
+
+
+@pytest.mark.parametrize("text", ["press -1 2", "press 1 -2", "2 -1 2"])
+def test_a_negative_number_is_no_place(text):
+    step = play(LightsOut(), Reply(text), problem=PROBLEM)[-1]
+    assert "no move" in step.messages[0]["content"]
+
+
+def test_a_place_may_be_written_with_a_dash():
+    written = [play(LightsOut(), Reply(text), problem=PROBLEM)[-1] for text in ("1-2", "1 2")]
+    assert written[0].state == written[1].state
+
+
 @given(st.integers(0, 10**9), st.integers(1, 1000))
 def test_halving_the_interval_finds_the_number(seed, largest):
     game = GuessNumber(largest=largest, max_moves=10)

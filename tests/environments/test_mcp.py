@@ -111,6 +111,23 @@ def test_it_works_in_a_process_of_environments():
     assert hosted(work, domain("d", "mcp", arguments=COMMAND)) == "9"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({**COMMAND, "variables": {"A": 5}}, "variables has A = 5, which is no text"),
+        ({**COMMAND, "variables": "A"}, "variables = 'A' is no table"),
+        ({"url": "nope"}, "url = 'nope'"),
+        ({"url": "http://"}, "url = 'http://'"),
+        ({"command": [5]}, "command has 5"),
+        ({"command": [""]}, "command has ''"),
+        ({"command": ["python", 8]}, "command has 8"),
+    ],
+)
+def test_what_starts_no_server_is_refused(arguments, words):
+    with pytest.raises(EpisodeError, match=words):
+        bind("mcp", arguments)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"command": "python"}, {**COMMAND, "url": "http://x"}])
 def test_where_the_server_is_must_be_said_once(arguments):
     with pytest.raises(EpisodeError, match="exactly one of command and url"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
 from grpo_megatron.environments import python
 from grpo_megatron.environments.protocol import Reply, ToolCall, Unscorable
-from grpo_megatron.environments.python import PythonInterpreter
+from grpo_megatron.environments.python import PythonInterpreter, refuse_long_programs
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.rewards import sandbox
@@ -171,11 +172,47 @@ def test_a_sandbox_that_fails_is_nobodys_fault(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"timeout_s": 0}, "timeout_s = 0"), ({"memory_mib": "512"}, "memory_mib = '512'")],
+    [
+        ({"timeout_s": 0}, "timeout_s = 0"),
+        ({"timeout_s": math.nan}, "timeout_s = nan"),
+        ({"timeout_s": math.inf}, "timeout_s = inf"),
+        ({"memory_mib": "512"}, "memory_mib = '512'"),
+        ({"memory_mib": 31}, "memory_mib = 31"),
+        ({"memory_mib": 64.5}, "memory_mib = 64.5"),
+    ],
 )
 def test_wrong_limits_are_refused(arguments, words):
     with pytest.raises(EpisodeError, match=words):
         bind("python", arguments)
+
+
+def test_programs_run_in_the_least_memory_that_is_taken():
+    arguments = {**PATIENT, "memory_mib": 32}
+    assert bind("python", arguments)
+    source = "import collections, fractions, itertools, math, random, re, statistics\n1"
+    assert results(source, **arguments) == ["1\n"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step_s", "words"),
+    [
+        ({}, 4.5, None),
+        ({}, 4.0, r"timeout_s = 4 is not below step_s \(4 s\)"),
+        ({"timeout_s": 6}, 3.0, r"timeout_s = 6 is not below step_s \(3 s\)"),
+    ],
+)
+def test_a_program_ends_before_its_step_does(arguments, step_s, words):
+    bound = bind("python", arguments)
+    if words is None:
+        refuse_long_programs(bound, step_s)
+        return
+    with pytest.raises(EpisodeError, match=words) as caught:
+        refuse_long_programs(bound, step_s)
+    assert "step_s to" in caught.value.remedy
+
+
+def test_time_limits_of_other_environments_are_their_own():
+    refuse_long_programs(bind("remote", {"url": "http://x", "timeout_s": 9.0}), 5.0)
 
 
 def test_a_machine_without_a_sandbox_is_refused(monkeypatch):

@@ -125,6 +125,7 @@ def test_two_packages_with_one_name(points):
         ("lights_out", {"size": "3"}, "size = '3'"),
         ("lights_out", {"num_presses": 10}, "10 of a board with 9 lights"),
         ("guess_number", {"largest": True}, "largest = True"),
+        ("guess_number", {"largest": 10**12}, "more than nine digits"),
         ("guess_number", {"invalid_penalty": -1}, "invalid_penalty = -1"),
         ("guess_number", {"invalid_penalty": float("nan")}, "invalid_penalty = nan"),
         ("lights_out", {"invalid_penalty": "x"}, "invalid_penalty = 'x'"),

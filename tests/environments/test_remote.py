@@ -239,9 +239,13 @@ def test_a_server_that_is_not_there():
         ({}, "exactly one of url and endpoint"),
         ({"url": "http://x", "endpoint": "y"}, "exactly one of url and endpoint"),
         ({"url": "127.0.0.1:80"}, "url = '127.0.0.1:80'"),
+        ({"url": "http://"}, "url = 'http://'"),
+        ({"url": "http://x", "timeout_s": "5"}, "timeout_s = '5'"),
+        ({"url": "http://x", "timeout_s": -1}, "timeout_s = -1"),
+        ({"endpoint": "y", "timeout_s": math.inf}, "timeout_s = inf"),
     ],
 )
-def test_where_the_server_is_must_be_said_once(arguments, words):
+def test_what_reaches_no_server_is_refused(arguments, words):
     with pytest.raises(EpisodeError, match=words):
         bind("remote", arguments)
 
@@ -274,6 +278,7 @@ def test_the_command_serves_until_it_is_ended(tmp_path, ending):
         (["calculater"], 12, "did you mean 'calculator'"),
         (["calculator", "--arguments", "{"], 2, "error"),
         (["calculator", "--processes", "0"], 2, "processes"),
+        (["python", "--step-s", "3"], 12, "timeout_s = 4 is not below step_s"),
     ],
 )
 def test_the_command_says_what_is_wrong(options, code, words):

@@ -209,3 +209,25 @@ def test_only_the_first_row_is_read(queued, tmp_path):
 def test_the_check_does_not_import_torch():
     program = "import sys, grpo_megatron.launch.bindings; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["domains.0.environment.step_s=3"], "timeout_s = 4 is not below step_s (3 s)"),
+        (["domains.0.environment.arguments.timeout_s=30"], "timeout_s = 30 is not below step_s"),
+    ],
+)
+def test_programs_of_an_environment_end_before_its_step_does(queued, capsys, settings, words):
+    environment = [
+        "cold_start=null",
+        *CHAT,
+        "domains.0.environment.name=python",
+        "domains.0.rewards.0.function=environment",
+    ]
+    assert main(["submit", RECIPE, "--site", "bare", *environment, *settings]) == 12
+    said = capsys.readouterr().err
+    assert words in said
+    assert "[[domains]] addition, environment" in said
+    assert queued == []
