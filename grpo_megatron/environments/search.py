@@ -4,6 +4,7 @@ A corpus is a file of JSON lines, `{"id": …, "title": …, "text": …}`. Its 
 database with FTS5, built once: by the first process for a small corpus, by
 `python -m grpo_megatron.environments.search CORPUS [INDEX]` for any."""
 
+import argparse
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from grpo_megatron.environments.tools import (
     ToolError,
     tool,
 )
-from grpo_megatron.errors import EpisodeError, raised_as
+from grpo_megatron.errors import EpisodeError, GrpoMegatronError, raised_as
 
 LARGEST_BUILT = 64 << 20
 """Bytes of a corpus whose index is built without being asked for."""
@@ -116,8 +117,7 @@ def ready_index(corpus: Path, index: Path) -> None:
     """Build the index of a small corpus where there is none, or one of another state of the corpus.
 
     Raises EpisodeError where the corpus cannot be read, or is too large to index in passing."""
-    if not corpus.is_file():
-        raise EpisodeError(f"there is no corpus {corpus}", remedy="set `corpus` to a file of JSONL")
+    _refuse_no_corpus(corpus)
     if _is_current(index, corpus):
         return
     if corpus.stat().st_size > LARGEST_BUILT:
@@ -128,9 +128,16 @@ def ready_index(corpus: Path, index: Path) -> None:
     build_index(corpus, index)
 
 
+def _refuse_no_corpus(corpus: Path) -> None:
+    if not corpus.is_file():
+        raise EpisodeError(f"there is no corpus {corpus}", remedy="name a file of JSON lines")
+
+
 def build_index(corpus: Path, index: Path) -> int:
     """Read a corpus into an index, which gets its name when it is whole. Returns the number of
-    documents. EpisodeError names the first line that is no document, or what cannot be written."""
+    documents. EpisodeError names the first line that is no document, or says that there is no
+    corpus, or what cannot be written."""
+    _refuse_no_corpus(corpus)
     with raised_as(EpisodeError, "the index cannot be written", OSError, where=index):
         index.parent.mkdir(parents=True, exist_ok=True)
     temporary = index.with_name(f"{index.name}.{os.getpid()}.tmp")
@@ -158,19 +165,42 @@ def build_index(corpus: Path, index: Path) -> int:
 
 
 def _documents(corpus: Path) -> Iterator[tuple[str, str, str]]:
-    with corpus.open(encoding="utf-8") as lines:
-        for number, text in enumerate(lines, start=1):
-            if not text.strip():
+    with corpus.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
                 continue
             try:
-                row = json.loads(text)
-                document = (str(row["id"]), str(row.get("title", "")), str(row["text"]))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                document = _document(line)
+            except (ValueError, RecursionError) as error:
                 raise EpisodeError(
-                    f"line {number} of {corpus} is no document",
-                    remedy='a document is {"id": "…", "title": "…", "text": "…"}',
+                    f"line {number} of {corpus} is no document: {error}",
+                    remedy='a document is {"id": "…", "title": "…", "text": "…"}, in UTF-8',
                 ) from error
             yield document
+
+
+def _document(line: bytes) -> tuple[str, str, str]:
+    """Return id, title and text of a line. Raises ValueError with what is wrong; RecursionError for
+    lists within lists."""
+    row = json.loads(line.decode("utf-8-sig"))
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    document = (_field(row, "id"), _field(row, "title", default=""), _field(row, "text"))
+    for text in document:
+        text.encode()  # half of a character, which JSON can write, cannot be stored
+    return document
+
+
+def _field(row: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    """Return a field as text; numbers are taken, and where there is a default, none and null."""
+    value = row.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise ValueError(f"it has no {name}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"its {name} is no text")
+    return str(value)
 
 
 def _state_of(corpus: Path) -> str:
@@ -182,7 +212,7 @@ def _is_current(index: Path, corpus: Path) -> bool:
     if not index.is_file():
         return False
     try:
-        with closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as database:
+        with closing(_connected(index)) as database:
             found = database.execute("SELECT value FROM about WHERE name = 'corpus'").fetchone()
     except sqlite3.Error:
         return False
@@ -192,14 +222,27 @@ def _is_current(index: Path, corpus: Path) -> bool:
 @lru_cache(maxsize=8)
 def _opened(index: Path) -> sqlite3.Connection:
     """One connection for all episodes of a process, which only reads."""
-    return sqlite3.connect(f"file:{index}?mode=ro", uri=True)
+    return _connected(index)
+
+
+def _connected(index: Path) -> sqlite3.Connection:
+    """Open an index to read, whatever signs of addresses its path has."""
+    return sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True)
 
 
 def main() -> None:
     """Build an index: `CORPUS [INDEX]`."""
-    corpus = sys.argv[1]
-    index = index_path(corpus, next(iter(sys.argv[2:]), None))
-    print(f"{build_index(Path(corpus), index)} documents in {index}")
+    parser = argparse.ArgumentParser(prog="python -m grpo_megatron.environments.search")
+    parser.add_argument("corpus", help='lines of {"id": …, "title": …, "text": …}')
+    parser.add_argument("index", nargs="?", help="default: beside the corpus")
+    given = parser.parse_args()
+    try:
+        index = index_path(given.corpus, given.index)
+        num_documents = build_index(assets.input_path(Path(given.corpus)), index)
+    except GrpoMegatronError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    print(f"{num_documents} documents in {index}")
 
 
 if __name__ == "__main__":

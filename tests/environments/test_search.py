@@ -115,6 +115,11 @@ def test_a_file_that_is_no_index_is_replaced(corpus):
         ("not json\n", "line 1 of .* is no document"),
         ('{"id": "a", "text": "b"}\n{"id": "b"}\n', "line 2 of .* is no document"),
         ("[1]\n", "line 1 of .* is no document"),
+        ('\n{"id": "a", "text": null}\n', "line 2 of .* is no document: it has no text"),
+        ('{"id": null, "text": "b"}\n', "line 1 of .* is no document: it has no id"),
+        ('{"id": "a", "text": ["b"]}\n', "line 1 of .* is no document: its text is no text"),
+        ('{"id": "a", "text": "\\ud800"}\n', "line 1 of .* is no document: .*surrogates"),
+        ("[" * 100_000, "line 1 of .* is no document: .*recursion"),
         ('{"id": "a", "text": "b"}\n{"id": "a", "text": "c"}\n', "cannot be built: UNIQUE"),
     ],
 )
@@ -123,6 +128,61 @@ def test_a_corpus_that_is_none(corpus, lines, words):
     with pytest.raises(EpisodeError, match=words):
         bind("search", {"corpus": str(corpus)})
     assert os.listdir(corpus.parent) == ["corpus.jsonl"]
+
+
+def test_a_corpus_in_another_encoding_is_named_with_its_line(corpus):
+    first = '{"id": "a", "text": "b"}\n'
+    corpus.write_bytes(first.encode() + '{"id": "b", "text": "café"}\n'.encode("latin-1"))
+    with pytest.raises(EpisodeError, match=r"line 2 of .* is no document: 'utf-8' codec") as caught:
+        bind("search", {"corpus": str(corpus)})
+    assert "in UTF-8" in caught.value.remedy
+
+
+def test_a_title_may_be_null_and_a_corpus_may_begin_with_a_mark(corpus):
+    row = '{"id": "a", "title": null, "text": "about rivers"}\n'
+    corpus.write_text(row, encoding="utf-8-sig")
+    told = results(corpus, call("search", query="None"), call("read", document_id="a"))
+    assert told == ["no document has any of these words", "\n\nabout rivers"]
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a?mode=rw", "a%41b", "a b", "é"])
+def test_a_path_may_have_signs_of_addresses(tmp_path, corpus, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    moved = corpus.rename(folder / "corpus.jsonl")
+    assert results(moved, call("read", document_id="7"))[0].startswith("Rivers\n\n")
+    index = index_path(str(moved), None)
+    before = os.stat(index).st_ino
+    ready_index(moved, index)
+    assert os.stat(index).st_ino == before
+
+
+def command(*arguments):
+    whole = [sys.executable, "-m", "grpo_megatron.environments.search", *map(str, arguments)]
+    return subprocess.run(whole, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (None, "there is no corpus"),
+        (b'{"id": "a", "text": "caf\xe9"}\n', "line 1 of"),
+        (b'{"id": "a", "text": "b"}\n' * 2, "are ids unique"),
+    ],
+)
+def test_the_command_says_what_is_wrong(corpus, lines, words):
+    corpus.unlink()
+    if lines is not None:
+        corpus.write_bytes(lines)
+    done = command(corpus)
+    assert done.returncode == EpisodeError.exit_code
+    assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_command_without_a_corpus_says_how_it_is_called():
+    done = command()
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
 
 
 def test_a_corpus_that_is_not_there():
