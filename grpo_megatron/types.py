@@ -263,6 +263,10 @@ class Completion:
             return self.answered_ids
         return prompt.token_ids
 
+    def prompt_length(self, prompt: "Prompt") -> int:
+        """T_p: how many tokens are before this sequence, as an answer to the group's `prompt`."""
+        return len(self.prompt_ids(prompt))
+
     @property
     def truncated(self) -> bool:
         """Whether it ended because no more tokens were allowed."""

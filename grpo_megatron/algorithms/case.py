@@ -86,7 +86,8 @@ Label = Annotated[int | str, pydantic.PlainValidator(_label)]
 
 
 class _Step(pydantic.BaseModel):
-    """`[end, reward]` or a table; `end` counts all tokens of the sample."""
+    """`[end, reward]` or a table; `end` is the place of the last token, from 0, among all tokens of
+    the sample, masked ones included."""
 
     end: int
     reward: Number
@@ -486,7 +487,10 @@ def _placed(name: str, rows: Sequence[Sequence[_Step]], mask: Sequence[Sequence[
     for i, row in enumerate(rows):
         for k, event in enumerate(row):
             if not 0 <= event.end < len(mask[i]):
-                raise ValueError(f"{name}[{i}][{k}] ends at token {event.end} of {len(mask[i])}")
+                raise ValueError(
+                    f"{name}[{i}][{k}] ends at token {event.end} of {len(mask[i])}: end is the "
+                    f"number of its last token, from 0 to {len(mask[i]) - 1}"
+                )
             num_policy_tokens = sum(mask[i][: event.end + 1])
             if num_policy_tokens == 0:
                 raise ValueError(f"{name}[{i}][{k}] has no policy token")

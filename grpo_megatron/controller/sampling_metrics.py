@@ -30,7 +30,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     completions = completions_of(groups)
     rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
     lengths = policy_lengths(completions)
-    prompt_lengths = [len(group.group.prompt.token_ids) for group in groups]
+    prompt_lengths = [_prompt_length(group) for group in groups]
     mean, std = _mean_std(rewards)
     metrics = {
         "reward/mean": mean,
@@ -124,6 +124,16 @@ def completions_of(groups: Sequence[ScoredGroup]) -> list[StoredCompletion]:
 def policy_lengths(completions: Sequence[StoredCompletion]) -> np.ndarray:
     """Return the policy tokens of each completion, float64 [N]."""
     return np.array([completion.num_policy_tokens for completion in completions], float)
+
+
+def _prompt_length(group: ScoredGroup) -> float:
+    """Return what the engine read before the first token of a sample, the mean over the group: with
+    the rules and tools of an environment, exemplars, the attempt that a retry goes on from."""
+    prompt = group.group.prompt
+    lengths = []
+    for completion in group.group.completions:
+        lengths.append(completion.sequences[0].prompt_length(prompt))
+    return float(np.mean(lengths))
 
 
 def _mean_std(values: np.ndarray) -> tuple[float, float]:

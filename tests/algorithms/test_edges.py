@@ -283,6 +283,8 @@ BAD_CASES = [
     (variant(sample_ids=[0, 1, 1, 2]), "sample_ids", "not unique"),
     (variant(reward=[1, 0, 1, 0]), "reward", "did you mean 'rewards'"),
     (variant(turns=[[[9, 1.0, "s"]], [], [], []]), "turns[0][0]", "token 9 of 2"),
+    (variant(turns=[[[2, 1.0, "s"]], [], [], []]), "turns[0][0]", "last token, from 0 to 1"),
+    (variant(turns=None, steps=[[], [[1, 1.0]], [], []]), "steps[1][0]", "last token, from 0 to 0"),
     (variant(rewards=[]), "rewards", "0 entries"),
     (variant(advantages=[1, None, 1, 0]), "advantages[1]", "not a number"),
     (variant(advantages=[1, math.nan, 1, 0]), "advantages[1]", "NaN"),

@@ -123,6 +123,18 @@ def test_metrics_of_episodes():
     assert "response/turns_mean" not in rollout_metrics(GROUPS)
 
 
+def test_prompts_are_as_long_as_the_engine_read_them():
+    """With what an environment put before the first turn, and not with what came later."""
+    plain = scored([1.0]).group.completions[0]
+    first = replace(episode().earlier[0], answered_ids=(1, 2, 3, 4, 5, 6))
+    last = replace(episode(), answered_ids=(1,) * 20, earlier=(first,))
+    groups = []
+    for completions in ((plain, plain), (last, plain)):
+        group = RolloutGroup(Prompt("p", "d", "", (1, 2), ""), completions, 0)
+        groups.append(ScoredGroup(group, {}, np.zeros(2)))
+    assert rollout_metrics(groups)["prompt/length_mean"] == (2 + (6 + 2) / 2) / 2
+
+
 def test_what_environments_counted_is_averaged_by_domain():
     """Over the episodes that have it: not over completions without an environment."""
     groups = []
