@@ -19,6 +19,11 @@ from grpo_megatron.data.conversation import Message
 from grpo_megatron.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"
+"""A folder of further templates, each named by its file."""
+_DEFAULT = "default"
+_WITH_TOOLS = "tool_use"
+"""Names of templates, as transformers knows them."""
 _CONFIG_FILE = "tokenizer_config.json"
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -39,12 +44,22 @@ _OTHER_TEMPLATE = (
 
 class ChatTemplate:
     """Renders conversations. Ids of the text are those of transformers' `apply_chat_template`: the
-    template writes special tokens itself, and the tokenizer adds none."""
+    template writes special tokens itself, and the tokenizer adds none.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], where: str):
+    `with_tools` is rendered in place of this one where arguments have `tools`; None: there is no
+    other."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        where: str,
+        with_tools: "ChatTemplate | None" = None,
+    ):
         self._source = source
         self._special_tokens = dict(special_tokens)
         self.where = where
+        self._with_tools = with_tools
 
     def render(
         self,
@@ -56,6 +71,10 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation. Raises DataError where the template refuses it, or
         writes today's date and no `day` is given."""
+        if self._with_tools is not None and arguments.get("tools") is not None:
+            return self._with_tools.render(
+                messages, arguments, day=day, add_generation_prompt=add_generation_prompt
+            )
 
         def strftime_now(text_format: str) -> str:
             if day is None:
@@ -123,7 +142,10 @@ class ChatTemplate:
         return with_prompt != without
 
     def mentions(self, word: str) -> bool:
-        """Whether `word` is in the template's source, as the name of a field that it reads is."""
+        """Whether `word` is in the template's source, or in that for conversations with tools, as
+        the name of a field that it reads is."""
+        if self._with_tools is not None and self._with_tools.mentions(word):
+            return True
         return word in self._source
 
     @cached_property
@@ -190,28 +212,42 @@ def _to_json(
 
 def read_chat_template(directory: Path) -> ChatTemplate | None:
     """Return the chat template of a checkpoint: `chat_template.jinja`, else that of
-    `tokenizer_config.json`, where the one called "default" counts; None where there is neither."""
+    `tokenizer_config.json`, where the one called "default" counts; None where there is neither.
+
+    Where there is one called "tool_use", there or in `additional_chat_templates/`, it is that of
+    conversations with tools."""
     settings = _read_json(directory / _CONFIG_FILE)
     file = directory / TEMPLATE_FILE
-    where = str(file)
     if file.is_file():
-        source = file.read_text(encoding="utf-8")
+        templates = {_DEFAULT: (file.read_text(encoding="utf-8"), str(file))}
     else:
-        source = _default_of(settings.get("chat_template"))
         where = f"{directory / _CONFIG_FILE}, chat_template"
+        named = _by_name(settings.get("chat_template"))
+        templates = {name: (source, where) for name, source in named.items()}
+    file = directory / _MORE_TEMPLATES / f"{_WITH_TOOLS}.jinja"
+    if file.is_file():
+        templates[_WITH_TOOLS] = (file.read_text(encoding="utf-8"), str(file))
+    special_tokens = _special_tokens(directory, settings)
+    with_tools = None
+    if _WITH_TOOLS in templates:
+        source, where = templates[_WITH_TOOLS]
+        with_tools = ChatTemplate(source, special_tokens, where)
+    source, where = templates.get(_DEFAULT, ("", ""))
     if not source:
         return None
-    return ChatTemplate(source, _special_tokens(directory, settings), where)
+    return ChatTemplate(source, special_tokens, where, with_tools)
 
 
-def _default_of(templates: Any) -> str:
-    """Return the default among several named templates, the only one, or "" if there is none."""
-    if isinstance(templates, list):
-        for named in templates:
-            if named.get("name") == "default":
-                return str(named.get("template") or "")
-        return ""
-    return templates or ""
+def _by_name(templates: Any) -> dict[str, str]:
+    """Return the templates of a configuration, one or several with names, by their names."""
+    if not templates:
+        return {}
+    if not isinstance(templates, list):
+        return {_DEFAULT: templates}
+    found = {}
+    for named in templates:
+        found[str(named.get("name"))] = str(named.get("template") or "")
+    return found
 
 
 def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

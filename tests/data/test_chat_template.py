@@ -237,6 +237,63 @@ def test_of_named_templates_the_default_counts(tmp_path):
     assert read_chat_template(tmp_path) is None
 
 
+DEFAULT = "{{ messages[0].content }}"
+TOOL_USE = "{{ tools[0].function.name }}: {{ messages[0].content }}{# <tool_call> #}"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def write_named(directory, place):
+    """A tokenizer with two templates, in its configuration, in files, or in both."""
+    settings_ = json.loads((directory / "tokenizer_config.json").read_text())
+    settings_["chat_template"] = DEFAULT
+    if place == "config":
+        settings_["chat_template"] = [
+            {"name": "tool_use", "template": TOOL_USE},
+            {"name": "default", "template": DEFAULT},
+        ]
+    else:
+        more = directory / "additional_chat_templates"
+        more.mkdir()
+        (more / "tool_use.jinja").write_text(TOOL_USE)
+        (more / "rag.jinja").write_text("something else")
+        (directory / "chat_template.jinja").write_text(DEFAULT)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings_))
+
+
+@pytest.mark.parametrize("place", ["config", "files"])
+def test_conversations_with_tools_have_the_template_of_that_name(tmp_path, place):
+    directory = write_tokenizer(tmp_path / "t", "qwen")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    write_named(directory, place)
+    tokenizer = load_tokenizer(directory)
+    template = tokenizer.chat_template
+    for tools in (TOOLS, None):
+        text = template.render([QUESTION], {"tools": tools})
+        expected = expected_ids(directory, [QUESTION], tools=tools)
+        assert list(tokenizer.encode(text)) == list(expected)
+        assert text.startswith("add: ") == (tools is not None)
+    assert template.mentions("<tool_call>")
+
+
+def test_the_file_comes_before_all_templates_of_the_config(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert read_chat_template(tmp_path).render([QUESTION], {"tools": TOOLS}) == "file"
+
+
+def test_a_broken_template_for_tools_is_refused_by_its_file(tmp_path):
+    directory = write_tokenizer(tmp_path, "qwen")
+    more = directory / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{% if x %}")
+    template = read_chat_template(directory)
+    assert template.render([QUESTION], {})
+    with pytest.raises(DataError, match="not valid") as caught:
+        template.render([QUESTION], {"tools": TOOLS})
+    assert str(more / "tool_use.jinja") in caught.value.where
+
+
 # --- ends of answers
 
 
