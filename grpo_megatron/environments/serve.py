@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 import signal
 import sys
@@ -34,12 +35,19 @@ from grpo_megatron.environments.python import refuse_long_programs
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.environments.remote import CloseRequest, ResetRequest, StepRequest
 from grpo_megatron.environments.wire import ENCODER, LONGEST_LINE, PackedObservation, PackedStep
-from grpo_megatron.errors import EpisodeError, GrpoMegatronError
+from grpo_megatron.errors import (
+    EpisodeError,
+    GrpoMegatronError,
+    SetupError,
+    as_own_error,
+    raised_as,
+)
 from grpo_megatron.network import LOOPBACK, Endpoint, carries_token, own_address
 from grpo_megatron.types import Problem
 
 _DOMAIN = "served"
 _LOOK_S = 10.0
+_HIGHEST_PORT = 65535
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -158,7 +166,8 @@ async def serve(
     said: Callable[[str], None] = print,
 ) -> None:
     """Serve until cancelled. The token is made here, and stands in the endpoint's file; without a
-    file there is none, which only loopback takes."""
+    file there is none, which only loopback takes: EpisodeError elsewhere. SetupError where the
+    address and port cannot be had, or the endpoint's file not be written."""
     token = ""
     if endpoint is not None:
         token = secrets.token_hex(16)
@@ -175,10 +184,19 @@ async def serve(
     try:
         await runner.setup()
         site = web.TCPSite(runner, address, port)
-        await site.start()
+        with raised_as(
+            SetupError,
+            f"cannot listen at {address}:{port}",
+            OSError,
+            remedy="name another --port, or none for a free one, and an --address of this machine",
+        ):
+            await site.start()
         bound = runner.addresses[0][1]
         if endpoint is not None:
-            Endpoint(address, bound, token).write(endpoint)
+            with raised_as(
+                SetupError, "the endpoint's file cannot be written", OSError, where=endpoint
+            ):
+                Endpoint(address, bound, token).write(endpoint)
         said(f"{config.name} at http://{address}:{bound}")
         await asyncio.Event().wait()
     finally:
@@ -194,17 +212,37 @@ async def _until_signalled(serving: Coroutine[Any, Any, None]) -> None:
         await task
 
 
+def _port(text: str) -> int:
+    """Read a port. Raises ArgumentTypeError where it is none."""
+    if not text.isdecimal() or int(text) > _HIGHEST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to {_HIGHEST_PORT}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """Read a number of seconds, which may be infinite. Raises ArgumentTypeError where it is none,
+    or not above 0."""
+    seconds = math.nan
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
 def main() -> None:
     """Serve what the command line names; SIGINT and SIGTERM end it."""
     parser = argparse.ArgumentParser(prog="python -m grpo_megatron.environments.serve")
     parser.add_argument("name", help="as in a recipe: calculator, module:Class, ...")
     parser.add_argument("--arguments", default="{}", help="keyword arguments, as JSON")
     parser.add_argument("--address", help="default: loopback, in a job its network")
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument("--port", type=_port, default=0, help="default: a free one")
     parser.add_argument("--endpoint", type=Path, help="file for address and token")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--step-s", type=float, default=30.0, help="seconds of one step")
-    parser.add_argument("--idle-s", type=float, default=3600.0, help="of an episode, then it ends")
+    parser.add_argument(
+        "--idle-s", type=_seconds, default=3600.0, help="of an episode, then it ends"
+    )
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="what it prints")
     given = parser.parse_args()
     try:
@@ -228,6 +266,10 @@ def main() -> None:
     except GrpoMegatronError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:  # a log that cannot be opened, no room for another process
+        own = as_own_error(error, SetupError)
+        print(own, file=sys.stderr)
+        sys.exit(own.exit_code)
     except ValueError as error:
         parser.error(str(error))
 

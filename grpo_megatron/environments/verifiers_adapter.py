@@ -7,6 +7,7 @@ as the library does it.
 `python -m grpo_megatron.environments.verifiers_adapter ENV FILE` writes the rows of the data set
 that an environment has, for a domain with `source = "file"`."""
 
+import argparse
 import asyncio
 import json
 import sys
@@ -150,7 +151,13 @@ def load(environment: str, arguments: Mapping[str, Any] | None = None) -> Any:
 
 @lru_cache(maxsize=8)
 def _loaded(environment: str, arguments: str) -> Any:
-    import verifiers
+    with raised_as(
+        EpisodeError,
+        f"{environment} needs the package verifiers",
+        ImportError,
+        remedy="pip install 'grpo-megatron[agents]'",
+    ):
+        import verifiers
 
     given = json.loads(arguments)
     make: Callable[..., Any] = partial(verifiers.load_environment, environment)
@@ -231,9 +238,13 @@ def _policy_client(exchange: Any) -> Any:
 
 def write_rows(environment: str, path: Path, arguments: Mapping[str, Any] | None = None) -> int:
     """Write the rows of the environment's data set as JSON lines: `messages`, `answer`, `info`.
-    Returns their number."""
+    Returns their number. EpisodeError where the environment cannot be made, or the file not be
+    written."""
     dataset = load(environment, arguments).get_dataset()
-    with path.open("w", encoding="utf-8") as file:
+    with (
+        raised_as(EpisodeError, "rows cannot be written", OSError, where=path),
+        path.open("w", encoding="utf-8") as file,
+    ):
         for row in dataset:
             messages = []
             for message in row["prompt"]:
@@ -246,12 +257,29 @@ def write_rows(environment: str, path: Path, arguments: Mapping[str, Any] | None
     return len(dataset)
 
 
+def _arguments(text: str) -> dict[str, Any]:
+    """Read keyword arguments. Raises ArgumentTypeError where they are no object of JSON."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no object")
+    return found
+
+
 def main() -> None:
     """Write rows: `ENV FILE [ARGUMENTS as JSON]`."""
-    environment, path = sys.argv[1:3]
-    arguments = json.loads(next(iter(sys.argv[3:]), "{}"))
+    parser = argparse.ArgumentParser(prog="python -m grpo_megatron.environments.verifiers_adapter")
+    parser.add_argument("environment", help="as load_environment takes it, or module:function")
+    parser.add_argument("file", type=Path, help="for the rows, as JSON lines")
+    parser.add_argument(
+        "arguments", nargs="?", type=_arguments, default={}, help="of the environment, as JSON"
+    )
+    given = parser.parse_args()
     try:
-        print(f"{write_rows(environment, Path(path), arguments)} rows in {path}")
+        num_rows = write_rows(given.environment, given.file, given.arguments)
+        print(f"{num_rows} rows in {given.file}")
     except GrpoMegatronError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

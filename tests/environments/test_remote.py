@@ -278,6 +278,17 @@ def test_the_command_serves_until_it_is_ended(tmp_path, ending):
         (["calculater"], 12, "did you mean 'calculator'"),
         (["calculator", "--arguments", "{"], 2, "error"),
         (["calculator", "--processes", "0"], 2, "processes"),
+        (["calculator", "--port", "99999"], 2, "'99999' is no port from 0 to 65535"),
+        (["calculator", "--port", "-5"], 2, "'-5' is no port"),
+        (["calculator", "--idle-s", "nan"], 2, "'nan' is no number of seconds"),
+        (["calculator", "--idle-s", "x"], 2, "'x' is no number of seconds"),
+        (["calculator", "--endpoint", "/no/such/e"], 3, "endpoint's file cannot be written"),
+        (["calculator", "--log", "/no/such/log"], 3, "/no/such/log"),
+        (
+            ["calculator", "--address", "192.0.2.1", "--endpoint", "/no/such/e"],
+            3,
+            "cannot listen at 192.0.2.1:0",
+        ),
         (["python", "--step-s", "3"], 12, "timeout_s = 4 is not below step_s"),
     ],
 )
