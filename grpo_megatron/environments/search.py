@@ -30,7 +30,7 @@ from grpo_megatron.errors import EpisodeError, GrpoMegatronError, raised_as
 LARGEST_BUILT = 64 << 20
 """Bytes of a corpus whose index is built without being asked for."""
 MOST_RESULTS = 20
-_FORMAT = "1"
+_FORMAT = "2"  # another one where documents are read in another way
 _WORD = re.compile(r"\w+")
 _MOST_WORDS = 64
 _SNIPPET_WORDS = 32

@@ -102,6 +102,16 @@ def test_an_index_is_built_again_for_another_corpus(corpus):
     assert not [name for name in os.listdir(corpus.parent) if name.endswith(".tmp")]
 
 
+def test_an_index_of_another_format_is_built_again(corpus, monkeypatch):
+    index = index_path(str(corpus), None)
+    monkeypatch.setattr(search, "_FORMAT", "1")
+    ready_index(corpus, index)
+    before = os.stat(index).st_ino
+    monkeypatch.undo()
+    ready_index(corpus, index)
+    assert os.stat(index).st_ino != before
+
+
 def test_a_file_that_is_no_index_is_replaced(corpus):
     index = index_path(str(corpus), None)
     index.write_text("something else")
