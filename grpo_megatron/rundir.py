@@ -1,5 +1,6 @@
 """The layout of a run directory: the one place that knows its file names."""
 
+import shlex
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -81,6 +82,11 @@ class RunDir:
         """Return where a role says what it is doing."""
         return self.progress / f"{role}.json"
 
+    def command(self, *words: str) -> str:
+        """Return the command `grpo-megatron WORDS` about this run as a shell takes it, whatever the
+        directory is called."""
+        return shlex.join(["grpo-megatron", *words, str(self.root)])
+
     def create(self) -> None:
         """Make the directory and its fixed sub-directories (idempotent)."""
         for path in (
@@ -112,7 +118,7 @@ class RunDir:
             raise ConfigError(
                 f"run {self.root.name!r} exists",
                 where=str(self.root),
-                remedy=f"continue it with `grpo-megatron resume {self.root}`, choose "
+                remedy=f"continue it with `{self.command('resume')}`, choose "
                 "another name=…, or replace it: --overwrite",
             )
         if not self.root.is_dir():

@@ -1,6 +1,7 @@
 """`eval`: what a checkpoint, or a run, reaches on the domains of a recipe."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -119,7 +120,7 @@ def _what_to_evaluate_instead(run: RunDir) -> str:
 
 
 def _to_hf(checkpoint: Path) -> str:
-    return f"`grpo-megatron convert to-hf {checkpoint} --to FOLDER`"
+    return f"`grpo-megatron convert to-hf {shlex.quote(str(checkpoint))} --to FOLDER`"
 
 
 def evaluation_settings(recipe: str, checkpoint: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """`train`, `resume`, `replay`, `mismatch`, `report`; jobs: `submit`, `status`, `logs`, `cancel`."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,7 +146,7 @@ def submit(
     if after:
         after_jobs.append(after)
     typer.echo(slurm.submit(resolved, site, after_jobs))
-    typer.echo(f"submitted; grpo-megatron logs -f {resolved.run_path}", err=True)
+    typer.echo(f"submitted; {RunDir(resolved.run_path).command('logs', '-f')}", err=True)
 
 
 def print_advice(config: Any) -> None:
@@ -284,7 +285,9 @@ def _run_and_step(target: str) -> tuple[Path, int | None]:
         return path, None
     if not step.isdecimal():
         raise ConfigError(
-            f"{step!r} is not a step number", where=target, remedy=f"for example {run}@100"
+            f"{step!r} is not a step number",
+            where=target,
+            remedy="for example " + shlex.quote(f"{run}@100"),
         )
     path = Path(run)
     check_run(path)

@@ -360,7 +360,7 @@ class Run:
             )
 
     def _show_stopped(self, when: str) -> None:
-        show("message", text=f"stopped {when}; grpo-megatron resume {self.run_dir.root}")
+        show("message", text=f"stopped {when}; {self.run_dir.command('resume')}")
 
 
 def make_rl_loop(

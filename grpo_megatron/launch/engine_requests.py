@@ -66,7 +66,7 @@ def running(path: Path) -> RunDir:
         raise ConfigError(
             "the run is not running",
             where=str(path),
-            remedy=f"grpo-megatron resume {path} rollout.num_replicas=…",
+            remedy=f"{run_dir.command('resume')} rollout.num_replicas=…",
         )
     return current
 

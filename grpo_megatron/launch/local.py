@@ -15,11 +15,12 @@ from grpo_megatron.launch.bindings import (
     refuse_unreadable_problems,
     refuse_unset_keys,
 )
+from grpo_megatron.launch.resuming import resolve_resumed
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
-from grpo_megatron.plan.resolve import refuse_cpu_engine, refuse_missing, resolve_run
+from grpo_megatron.plan.resolve import refuse_cpu_engine, refuse_missing
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 
@@ -44,11 +45,11 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
 
 def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
     """Continue a run from its newest complete checkpoint; returns the exit code. ConfigError where
-    no run is, which then gets no lock either."""
+    no run is, which then gets no lock either, and as `resolve_resumed`."""
     run_dir = RunDir(path)
     read_resolved(run_dir.config)
     with run_lock(run_dir):
-        resolved = resolve_run(run_dir.config, overrides)
+        resolved = resolve_resumed(run_dir, overrides)
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
         refuse_cpu_engine(resolved.config)

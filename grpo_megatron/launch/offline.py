@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import shlex
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -63,7 +64,7 @@ def choose_step(run_dir: RunDir, step: int | None) -> int:
         raise DataError(
             f"step {step} cannot be computed again; these can: {', '.join(shown)}",
             where=str(run_dir.root),
-            remedy=f"take {run_dir.root}@{near}",
+            remedy="take " + shlex.quote(f"{run_dir.root}@{near}"),
         )
     return step
 

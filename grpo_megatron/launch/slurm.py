@@ -4,6 +4,7 @@ What a job needs lies in the run directory: `slurm/train.sbatch` as submitted, w
 settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe."""
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_res
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError, DataError, RunLockedError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
-from grpo_megatron.plan.resolve import resolve_run
+from grpo_megatron.launch.resuming import resolve_resumed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
 from grpo_megatron.telemetry.metrics import metrics_so_far
@@ -159,14 +160,13 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
         )
     if overrides:
         old = read_resolved(run_dir.config).config
-        resolved = resolve_run(run_dir.config, overrides)
-        new = resolved.config
-        is_in_place = new.name == old.name and new.runs_dir == old.runs_dir
-        if not is_in_place or new.placement != old.placement:
+        resolved = resolve_resumed(run_dir, overrides)
+        if resolved.config.placement != old.placement:
+            export = shlex.quote(str(run_dir.export))
             raise ConfigError(
-                "a resumed job keeps name, runs_dir and placement",
+                "a resumed job keeps its placement",
                 where="overrides",
-                remedy=f"submit another run with model.path={run_dir.export}",
+                remedy=f"submit another run with model.path={export}",
             )
         write_resolved(run_dir.config, resolved)
     return submit_again(run_dir)
@@ -179,7 +179,7 @@ def refuse_active(run_dir: RunDir) -> None:
         raise RunLockedError(
             f"{run_dir.root} is being written by Slurm job {job}",
             where=str(run_dir.slurm / "job"),
-            remedy=f"wait for it, or grpo-megatron cancel {run_dir.root}",
+            remedy=f"wait for it, or {run_dir.command('cancel')}",
         )
 
 

@@ -36,7 +36,7 @@ class Supervisor:
         self.processes = RunProcesses(roles)
         self.interrupts = 0
         self._screen = make_screen(self.config.name, self.config.num_steps)
-        self._remedy = f"grpo-megatron resume {self.run_dir.root}"
+        self._remedy = self.run_dir.command("resume")
         members = EngineMembers(self.run_dir, range(self.config.num_replicas))
         self._spares = Spares(
             self.config, self.processes, members, screen=self._screen, remedy=self._remedy

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -210,7 +211,7 @@ def _command(run_dir: RunDir, *arguments: str) -> None:
     """Run `grpo-megatron`; its output goes to this part's log.
 
     Raises GrpoMegatronError, with the last lines of the processes' logs, where it fails."""
-    print(f"$ grpo-megatron {' '.join(arguments)}", flush=True)
+    print(f"$ grpo-megatron {shlex.join(arguments)}", flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "grpo_megatron.cli.main", *arguments],
         check=False,
