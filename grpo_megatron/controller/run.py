@@ -51,7 +51,7 @@ from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import GateError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.telemetry.events import append_event
+from grpo_megatron.telemetry.events import SETTINGS_TAKEN, append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors, make_mirrors
 from grpo_megatron.trainer.requests import (
@@ -114,7 +114,9 @@ class Run:
             self._show_stopped("in the cold start")
             return False
         began = time.monotonic() - state.seconds  # earlier attempts count
-        if self.config.trains:
+        if not self.config.trains:
+            append_event(self.run_dir.events, SETTINGS_TAKEN, step=state.step)
+        else:
             state = await self._train(state)
             if state.step < self.config.num_steps:
                 self._show_stopped(f"after {state.step} steps")
@@ -236,6 +238,7 @@ class Run:
                 phases=self.phases,
                 stopping=self.stopping,
             )
+            append_event(self.run_dir.events, SETTINGS_TAKEN, step=state.step)
             self.on_start(self.stopping)
             state = await loop.run()
         totals = loop.phase_seconds.most_common()

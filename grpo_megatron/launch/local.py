@@ -15,7 +15,7 @@ from grpo_megatron.launch.bindings import (
     refuse_unreadable_problems,
     refuse_unset_keys,
 )
-from grpo_megatron.launch.resuming import resolve_resumed
+from grpo_megatron.launch.resuming import resolve_resumed, settings_unless_refused
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.launch.steps import SlurmSteps
@@ -45,7 +45,8 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
 
 def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
     """Continue a run from its newest complete checkpoint; returns the exit code. ConfigError where
-    no run is, which then gets no lock either, and as `resolve_resumed`."""
+    no run is, which then gets no lock either, and as `resolve_resumed`. The run keeps its
+    `config.json` where it does not get as far as to load its checkpoint."""
     run_dir = RunDir(path)
     read_resolved(run_dir.config)
     with run_lock(run_dir):
@@ -53,7 +54,8 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
         refuse_cpu_engine(resolved.config)
-        return _run(resolved, run_dir, in_job)
+        with settings_unless_refused(run_dir, overrides):
+            return _run(resolved, run_dir, in_job)
 
 
 def _remove_earlier_run(run_dir: RunDir) -> None:

@@ -1,20 +1,77 @@
 """What a resume may change of a run, and what it may not."""
 
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from grpo_megatron.checkpoints.fitting import newest_record, refuse_unfitting
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import ConfigError, GrpoMegatronError
+from grpo_megatron.files import write_atomically
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import SETTINGS_TAKEN, read_events
+
+_TAKEN = (SETTINGS_TAKEN, "cold_start_resumed")
 
 
 def resolve_resumed(run_dir: RunDir, overrides: Sequence[str]) -> ResolvedConfig:
     """Return the configuration with which a run goes on. Raises as `resolve_run`; ConfigError also
-    where its name or runs_dir would be those of another directory."""
+    where its name or runs_dir would be those of another directory, CheckpointError where its newest
+    checkpoint does not fit."""
     resolved = resolve_run(run_dir.config, overrides)
     _refuse_another_place(run_dir, resolved)
+    newest = _newest_checkpoint(run_dir, resolved.config)
+    if newest is not None:
+        directory, record = newest
+        is_cold = directory.parent == run_dir.cold_start_checkpoints
+        refuse_unfitting(resolved.config, record, directory, is_cold=is_cold)
     return resolved
+
+
+@contextmanager
+def settings_unless_refused(run_dir: RunDir, overrides: Sequence[str]) -> Iterator[None]:
+    """Keep what the block writes into a run's config.json, unless the block ends before its
+    processes have taken it: then the file is as it was, and who resumed is told so.
+
+    A run without a checkpoint has nothing that could refuse settings, and keeps them."""
+    before = run_dir.config.read_text(encoding="utf-8")
+    has_checkpoint = _newest_checkpoint(run_dir, read_resolved(run_dir.config).config) is not None
+    num_events = len(read_events(run_dir.events))
+
+    def put_back() -> str:
+        """Undo what was not taken; returns what to tell, empty where nothing was undone."""
+        events = read_events(run_dir.events)[num_events:]
+        is_taken = any(event["kind"] in _TAKEN for event in events)
+        is_changed = run_dir.config.read_text(encoding="utf-8") != before
+        if is_taken or not has_checkpoint or not is_changed:
+            return ""
+        write_atomically(run_dir.config, before)
+        return f"config.json is as it was, without {shlex.join(overrides)}"
+
+    try:
+        yield
+    except BaseException as error:
+        told = put_back()
+        if told and isinstance(error, GrpoMegatronError):
+            error.remedy = "; ".join([*filter(None, [error.remedy]), told])
+        raise
+    told = put_back()
+    if told:
+        print(told, file=sys.stderr, flush=True)
+
+
+def _newest_checkpoint(run_dir: RunDir, config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
+    """Return the checkpoint with which the run goes on, unless it is damaged; see
+    `newest_record`."""
+    newest = newest_record(run_dir.checkpoints)
+    if newest is None and config.cold_start is not None:
+        newest = newest_record(run_dir.cold_start_checkpoints)
+    return newest
 
 
 def _refuse_another_place(run_dir: RunDir, resolved: ResolvedConfig) -> None:

@@ -168,7 +168,13 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
                 where="overrides",
                 remedy=f"submit another run with model.path={export}",
             )
+        before = run_dir.config.read_text(encoding="utf-8")
         write_resolved(run_dir.config, resolved)
+        try:
+            return submit_again(run_dir)
+        except (ConfigError, SetupError):
+            write_atomically(run_dir.config, before)
+            raise
     return submit_again(run_dir)
 
 

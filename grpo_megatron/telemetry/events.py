@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+SETTINGS_TAKEN = "settings_taken"
+"""Event: a run goes on after the step `step` with its configuration, which its checkpoint fits."""
+
 
 def append_event(path: Path, kind: str, /, *, time_s: float | None = None, **fields: Any) -> None:
     """Append `{"time_s", "kind", ...fields}` as one line, by one `O_APPEND` write: several

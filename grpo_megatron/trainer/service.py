@@ -13,12 +13,12 @@ from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints import (
     distributed,
+    fitting,
     hf_export,
     hf_import,
     reward_models,
     torch_dist,
 )
-from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.hf_config import computation
@@ -69,9 +69,6 @@ from grpo_megatron.trainer.steps.token_update import train_tokens
 from grpo_megatron.weights.fp8_model import Fp8Model
 from grpo_megatron.weights.gather import on_rank_0
 from grpo_megatron.weights.publish_plan import Kept, OpenedStream
-
-_VALUE_HEAD = "value_head"
-"""In what a checkpoint says of itself: whether its weights have one beside them."""
 
 
 def _with_exact_sharing(config: RunConfig, hf: dict[str, Any]) -> RunConfig:
@@ -405,11 +402,11 @@ class TrainerService:
         reference = self.references.save(policy, directory)
         state = {**state, "reference": reference, **self._state_of_adapters()}
         if self.config.policy_has_value_head and not self._is_cold:
-            state[_VALUE_HEAD] = True
+            state[fitting.VALUE_HEAD] = True
         trained = {distributed.WEIGHTS: policy}
         if self.critic is not None:
             trained[distributed.CRITIC] = self.critic.model
-            state["critic"] = True
+            state[fitting.CRITIC] = True
         for model in trained.values():
             create_adam_state(model.optimizer)  # it has none before its first step
         parts = {name: (model.chunks, model.optimizer) for name, model in trained.items()}
@@ -421,7 +418,7 @@ class TrainerService:
         if self.policy.lora is None:
             return {}
         return {
-            "lora": self.policy.lora.identity(),
+            fitting.LORA: self.policy.lora.identity(),
             "reference_is_base": self.references.start_is_base,
         }
 
@@ -444,11 +441,14 @@ class TrainerService:
 
         Raises CheckpointError where it is incomplete, or of another model."""
         state = distributed.read_state(directory)
+        fitting.refuse_unfitting(self.config, state, directory, is_cold=self._is_cold)
         reference = state.pop("reference", None)
         reference_is_base = state.pop("reference_is_base", False)
-        self._expect_adapters(directory, state.pop("lora", None))
-        has_critic = state.pop("critic", False)
-        self._expect_value_head(directory, is_there=state.pop(_VALUE_HEAD, False))
+        has_adapters = state.pop(fitting.LORA, None) is not None
+        has_critic = state.pop(fitting.CRITIC, False)
+        has_value_head = state.pop(fitting.VALUE_HEAD, False)
+        if has_adapters or (has_value_head and self.config.policy_has_value_head):
+            self._end_cold_start()
         policy = self.policy
         if reference_is_base:
             self.references.begin_with_base()
@@ -461,72 +461,25 @@ class TrainerService:
         else:  # a run that trained, and now evaluates or samples
             distributed.load_model(directory / distributed.WEIGHTS, policy.chunks)
         if self.critic is not None:
-            self._load_critic(self.critic, directory, state, is_there=has_critic)
+            self._load_critic(self.critic, directory, is_there=has_critic)
         is_known = reference_is_base or reference
         if self.references.wanted and not is_known:  # the objective is another one since
             self.references.snapshot(policy)
         return state
 
-    def _load_critic(
-        self, critic: Critic, directory: Path, state: dict[str, Any], *, is_there: bool
-    ) -> None:
+    def _load_critic(self, critic: Critic, directory: Path, *, is_there: bool) -> None:
         """Restore the critic of a checkpoint; in one from before the first RL step it may be
         missing, and begins as in a new run.
 
-        Raises CheckpointError where a later checkpoint has none, and as `Critic.begin` does."""
-        if is_there:
-            create_adam_state(critic.model.optimizer)  # to load into
-            distributed.load_checkpoint(
-                directory, critic.model.chunks, critic.model.optimizer, part=distributed.CRITIC
-            )
-            critic.model.apply_settings()
-            return
-        if state.get("step") == 0:
+        Raises CheckpointError as `Critic.begin` does."""
+        if not is_there:
             critic.begin(self.policy)
             return
-        raise CheckpointError(
-            "the checkpoint is of a run without a critic, and the recipe has [critic]",
-            where=str(directory),
-            remedy="begin a new run with [critic] and the export of this one as model.path",
+        create_adam_state(critic.model.optimizer)  # to load into
+        distributed.load_checkpoint(
+            directory, critic.model.chunks, critic.model.optimizer, part=distributed.CRITIC
         )
-
-    def _expect_value_head(self, directory: Path, *, is_there: bool) -> None:
-        """Prepare for a checkpoint whose weights have a value head beside them, or none.
-
-        Raises CheckpointError where the recipe is about the other one."""
-        if is_there and self.config.policy_has_value_head:
-            self._end_cold_start()
-            return
-        if not is_there and (self._is_cold or not self.config.policy_has_value_head):
-            return
-        if is_there and not self.config.trains:  # a run that trained, and now only samples
-            return
-        if is_there:
-            problem = 'the checkpoint is of a run with critic.trunk = "policy"'
-            remedy = "resume with the [critic] with which the run began"
-        else:
-            problem = 'the checkpoint has no value head, and the recipe has critic.trunk = "policy"'
-            remedy = "begin a new run with [critic] and the export of this one as model.path"
-        raise CheckpointError(problem, where=str(directory), remedy=remedy)
-
-    def _expect_adapters(self, directory: Path, saved: dict[str, Any] | None) -> None:
-        """Prepare for a checkpoint with the adapters of `saved` (of `LoraConfig`; None: without).
-
-        Raises CheckpointError where the recipe has others."""
-        wanted: dict[str, Any] | None = None
-        if self.config.lora is not None:
-            wanted = self.config.lora.identity()
-        if saved is None and self.policy.lora is None:
-            return
-        if saved is not None:  # by an earlier release, without the settings that are new
-            saved = LoraConfig.model_validate(saved).identity()
-        if saved != wanted:
-            raise CheckpointError(
-                f"the checkpoint has {saved or 'no adapters'}, the recipe's [lora] is {wanted}",
-                where=str(directory),
-                remedy="resume with the settings of [lora] with which the run began",
-            )
-        self._end_cold_start()
+        critic.model.apply_settings()
 
 
 def corrupt_files(directory: Path) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 import shlex
 from pathlib import Path
 
@@ -9,11 +12,12 @@ import pytest
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.loader import read_resolved, write_resolved
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.errors import CheckpointError, ConfigError, DataError
 from grpo_megatron.launch import local
 from grpo_megatron.launch.resuming import resolve_resumed
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import SETTINGS_TAKEN, append_event
 
 DEMO = "demo/gspo-moe-cpu"
 NAME = "moved run é"
@@ -71,3 +75,121 @@ def test_a_run_is_resumed_with_its_settings(tmp_path):
     run_dir = make_run(tmp_path / "q1")
     assert resolve_resumed(run_dir, ["num_steps=7"]).config.num_steps == 7
     assert read_resolved(run_dir.config).config.num_steps != 7
+
+
+ADAPTERS = ["lora.rank=3", "lora.alpha=5"]
+
+
+def add_checkpoint(run_dir: RunDir, *, folder: str = "", **record: object) -> Path:
+    """A checkpoint of step 2 that says `record` of itself."""
+    directory = run_dir.checkpoints / folder / "step_000002"
+    directory.mkdir(parents=True)
+    (directory / "complete.json").write_text(json.dumps({"step": 2, **record}))
+    return directory
+
+
+def adapters_of(run_dir: RunDir) -> dict[str, object]:
+    lora = read_resolved(run_dir.config).config.lora
+    assert lora is not None
+    return lora.identity()
+
+
+def test_settings_that_a_checkpoint_does_not_fit_are_refused_before_anything_starts(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(local, "_run", lambda *_: pytest.fail("it was started"))
+    run_dir = make_run(tmp_path / "q1", *ADAPTERS)
+    directory = add_checkpoint(run_dir, lora=adapters_of(run_dir))
+    before = run_dir.config.read_bytes()
+    assert main(["resume", str(run_dir.root), "lora.rank=4"]) == 8
+    told = capsys.readouterr().err
+    assert str(directory) in told and "'rank': 3" in told and "'rank': 4" in told
+    assert main(["resume", str(run_dir.root), "lora=null"]) == 8
+    assert run_dir.config.read_bytes() == before
+    assert resolve_resumed(run_dir, ["optimizer.lr=1e-6"]).config.optimizer.lr == 1e-6
+
+
+def test_a_checkpoint_without_adapters_or_critic_is_not_gone_on_with(tmp_path):
+    """Of RL also where the recipe has a cold start: that is over then."""
+    run_dir = make_run(tmp_path / "q1")
+    assert read_resolved(run_dir.config).config.cold_start is not None
+    add_checkpoint(run_dir)
+    with pytest.raises(CheckpointError, match="no adapters"):
+        resolve_resumed(run_dir, ADAPTERS)
+    resolve_resumed(run_dir, ["num_steps=500"])
+
+
+def test_adapters_come_after_a_cold_start(tmp_path):
+    """Its checkpoints have none, whatever the recipe says."""
+    run_dir = make_run(tmp_path / "q1")
+    add_checkpoint(run_dir, folder="cold_start")
+    assert resolve_resumed(run_dir, ADAPTERS).config.lora is not None
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    run_dir = make_run(tmp_path / "q1", *ADAPTERS)
+    directory = add_checkpoint(run_dir, lora=adapters_of(run_dir))
+    newer = directory.with_name("step_000003")
+    newer.mkdir()
+    (newer / "complete.json").write_text('{"step": 3, "lo')
+    with pytest.raises(CheckpointError):
+        resolve_resumed(run_dir, ["lora.rank=4"])
+    resolve_resumed(run_dir, [])
+
+
+class Ending:
+    """What replaces the processes of a run: writes an event, and ends as it is told."""
+
+    def __init__(self, event: str = "", raised: BaseException | None = None):
+        self.event = event
+        self.raised = raised
+        self.num_steps = 0
+
+    def __call__(self, resolved, run_dir: RunDir, in_job: bool) -> int:
+        write_resolved(run_dir.config, resolved)
+        self.num_steps = read_resolved(run_dir.config).config.num_steps
+        if self.event:
+            append_event(run_dir.events, self.event, step=2)
+        if self.raised is not None:
+            raise self.raised
+        return 130
+
+
+@pytest.mark.parametrize(
+    ("event", "has_checkpoint", "is_kept"),
+    [
+        ("", True, False),
+        ("started", True, False),
+        ("resumed", True, False),  # its sampler may refuse the recipe after that
+        (SETTINGS_TAKEN, True, True),
+        ("cold_start_resumed", True, True),
+        ("", False, True),
+    ],
+)
+@pytest.mark.parametrize("raised", [None, DataError("of another seed", remedy="x"), KeyError()])
+def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(
+    tmp_path, monkeypatch, capsys, event, has_checkpoint, is_kept, raised
+):
+    run_dir = make_run(tmp_path / "q1")
+    append_event(run_dir.events, SETTINGS_TAKEN, step=0)  # of the attempt before
+    if has_checkpoint:
+        add_checkpoint(run_dir)
+    before = run_dir.config.read_bytes()
+    ending = Ending(event, copy.copy(raised))
+    monkeypatch.setattr(local, "_run", ending)
+    with contextlib.suppress(DataError, KeyError):
+        local.resume(run_dir.root, ["num_steps=777"])
+    assert ending.num_steps == 777
+    assert (run_dir.config.read_bytes() != before) == is_kept
+    told = f"{getattr(ending.raised, 'remedy', '')}{capsys.readouterr().err}"
+    is_told = "config.json is as it was, without num_steps=777" in told
+    assert is_told == (not is_kept and not isinstance(raised, KeyError))
+
+
+def test_a_resume_with_the_same_settings_says_nothing_of_them(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path / "q1")
+    add_checkpoint(run_dir)
+    monkeypatch.setattr(local, "_run", Ending(raised=DataError("damaged", remedy="x")))
+    with pytest.raises(DataError) as caught:
+        local.resume(run_dir.root, [])
+    assert caught.value.remedy == "x"

@@ -540,6 +540,16 @@ def test_a_resumed_job_is_the_one_of_its_script(job_state, capsys):
     assert main(["resume", "runs/demo", "num_steps=500"]) == 0
 
 
+def test_settings_of_a_job_that_slurm_refuses_are_not_kept(job_state, capsys):
+    assert submit() == 0
+    job_state.write_text("FAILED")
+    before = Path("runs/demo/config.json").read_bytes()
+    (job_state.parent / "sbatch").write_text("#!/bin/sh\necho invalid account >&2; exit 1\n")
+    assert main(["resume", "runs/demo", "optimizer.lr=1e-5"]) == 2
+    assert "invalid account" in capsys.readouterr().err
+    assert Path("runs/demo/config.json").read_bytes() == before
+
+
 def test_a_waiting_job_has_no_logs_yet(job_state, capfd):
     assert submit() == 0
     assert main(["logs", "runs/demo"]) == 0
