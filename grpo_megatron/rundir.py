@@ -44,6 +44,7 @@ class RunDir:
     attempt: str = ""  # names one start of the run: `1`, `2`, …, or Slurm's job and restart count
 
     config = _Entry("config.json")  # resolved configuration with provenance
+    config_history = _Entry("config_history")  # step_000123.json: what trained the steps from it on
     metrics = _Entry("metrics.jsonl")  # one line per step: the truth that mirrors copy
     metrics_normalisers = _Entry("metrics_normalisers.json")  # what each metric is a mean over
     events = _Entry("events.jsonl")  # starts, deaths, checkpoints, publishes
@@ -72,6 +73,10 @@ class RunDir:
     def step_checkpoint(self, step: int) -> Path:
         """Return where the checkpoint after a step is."""
         return self.checkpoints / f"step_{step:06d}"
+
+    def step_settings(self, step: int) -> Path:
+        """Return where the settings are recorded that trained the steps from `step` on."""
+        return self.config_history / f"step_{step:06d}.json"
 
     @property
     def cold_start_checkpoints(self) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_megatron.config.experience import ExperienceConfig
 from grpo_megatron.config.gates import closed_gates
+from grpo_megatron.config.history import record_settings
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
 from grpo_megatron.controller.cold_start import ColdStart
@@ -238,6 +239,7 @@ class Run:
                 phases=self.phases,
                 stopping=self.stopping,
             )
+            record_settings(self.run_dir, state.step)
             append_event(self.run_dir.events, SETTINGS_TAKEN, step=state.step)
             self.on_start(self.stopping)
             state = await loop.run()

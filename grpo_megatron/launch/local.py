@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from grpo_megatron.checkpoints.retention import complete_steps
+from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.launch.bindings import (
@@ -54,6 +55,7 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
         refuse_cpu_engine(resolved.config)
+        record_first_settings(run_dir)
         with settings_unless_refused(run_dir, overrides):
             return _run(resolved, run_dir, in_job)
 

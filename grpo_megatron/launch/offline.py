@@ -1,17 +1,19 @@
 """A trainer without engines, at any layout, on what a run recorded: for `replay`, `mismatch`."""
 
 import asyncio
+import json
 import math
 import shlex
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from grpo_megatron.batching.manifest import is_recorded, read_manifest
 from grpo_megatron.checkpoints.retention import complete_steps
-from grpo_megatron.config.loader import read_resolved, write_resolved
+from grpo_megatron.config.history import settings_of_step
+from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import starting_steps, steps_in
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
@@ -24,10 +26,16 @@ from grpo_megatron.trainer.requests import (
     Answer,
     LoadCheckpoint,
     Request,
+    SaveCheckpoint,
     SnapshotReference,
     Train,
     TrainReport,
 )
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""By precision, how far a step that is computed again may be from what was recorded, for another
+layout adds in another order: of the loss by the sum of its absolute terms, of a gradient norm by
+itself, of log-probs by the largest of them."""
 
 
 def recorded_steps(run_dir: RunDir) -> list[int]:
@@ -37,7 +45,7 @@ def recorded_steps(run_dir: RunDir) -> list[int]:
     if not stored or not run_dir.config.exists():
         return []
     found = set()
-    for start in starting_steps(read_resolved(run_dir.config).config, run_dir):
+    for start in _starts(run_dir):
         step = start
         while step in stored:
             found.add(step)
@@ -69,21 +77,32 @@ def choose_step(run_dir: RunDir, step: int | None) -> int:
     return step
 
 
-@dataclass
 class OfflineTrainer:
-    """Trainer ranks that compute a run's recorded steps; the run itself is not touched."""
+    """Trainer ranks that compute a run's recorded steps, each with the settings that trained it and
+    `overrides` on top; the run itself is not touched.
 
-    config: RunConfig
-    run_dir: RunDir
-    scratch: RunDir
-    children: Sequence[ChildProcess]
-    link: TrainerLink
+    scratch: a directory of the ranks' own."""
+
+    def __init__(self, run_dir: RunDir, overrides: Sequence[str], scratch: RunDir):
+        self.run_dir = run_dir
+        self.scratch = scratch
+        self._overrides = overrides
+        self._resolved: ResolvedConfig | None = None
+        self._children: Sequence[ChildProcess] = ()
+        self._link: TrainerLink | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """With which the ranks compute now; they were started by `go_to`."""
+        assert self._resolved is not None
+        return self._resolved.config
 
     async def call(self, request: Request[Answer]) -> Answer:
         """Have the ranks execute `request`.
 
         Raises TrainerError with the log's last lines when a rank dies."""
-        answer = asyncio.ensure_future(self.link.call(request))
+        assert self._link is not None
+        answer = asyncio.ensure_future(self._link.call(request))
         try:
             while True:
                 done, _ = await asyncio.wait([answer], timeout=0.2)
@@ -94,7 +113,7 @@ class OfflineTrainer:
             answer.cancel()
 
     def _raise_if_died(self) -> None:
-        for child in self.children:
+        for child in self._children:
             if child.exit_code:
                 raise TrainerError(str(child.end()), where=str(child.log))
 
@@ -109,12 +128,26 @@ class OfflineTrainer:
         )
         return await self.call(request)
 
-    async def go_to(self, step: int) -> RunState:
-        """Bring weights, optimizer and references to where they were before `step`."""
-        starts = starting_steps(self.config, self.run_dir)
+    async def go_to(self, step: int, *, settings_of: int | None = None) -> RunState:
+        """Bring weights, optimizer and references to where they were before `step`. The ranks have
+        the settings of step `settings_of` then, by default those of `step`.
+
+        Raises ConfigError where settings of a step on the way cannot be used any more."""
+        if settings_of is None:
+            settings_of = step
+        starts = _starts(self.run_dir)
         start = max(known for known in starts if known <= step)
-        state = await self._start_at(start)
+        has_checkpoint = start in complete_steps(self.run_dir.checkpoints)
+        settings = {}
+        for number in {*range(start, step), start, settings_of}:
+            settings[number] = self._settings(number)
+        begins_with = start
+        if start == step and has_checkpoint:  # which any settings of the run can load
+            begins_with = settings_of
+        await self._begin(settings[begins_with])
+        state = await self._start_at(start, has_checkpoint=has_checkpoint)
         for earlier in range(start, step):
+            state = await self._go_on_with(settings[earlier], state, start)
             updates = state.updates
             objective = state.objective
             if not read_manifest(self.store(earlier)).is_skipped:
@@ -122,42 +155,97 @@ class OfflineTrainer:
                 updates = updates + report.updates
                 objective = report.state
             state = replace(state, step=earlier + 1, updates=updates, objective=objective)
-        return state
+        return await self._go_on_with(settings[settings_of], state, start)
 
-    async def _start_at(self, start: int) -> RunState:
-        if start in complete_steps(self.run_dir.checkpoints):
+    def _settings(self, step: int) -> ResolvedConfig:
+        return resolve_run(settings_of_step(self.run_dir, step), self._overrides)
+
+    async def _start_at(self, start: int, *, has_checkpoint: bool) -> RunState:
+        if has_checkpoint:
             directory = self.run_dir.step_checkpoint(start).absolute()
             return RunState(**await self.call(LoadCheckpoint(directory)))
         # the ranks have read the weights that the run was given
         await self.call(SnapshotReference())
         return RunState(step=0, updates=0, sampler={}, heldout_before=math.nan, seconds=0.0)
 
+    async def _go_on_with(self, resolved: ResolvedConfig, state: RunState, start: int) -> RunState:
+        """Have ranks with other settings go on, as in the run: by a checkpoint, here in scratch.
+        start: the step that the ranks began with, whose checkpoint may name a reference."""
+        if resolved.config == self.config:
+            return state
+        checkpoint = self.scratch.step_checkpoint(state.step)
+        self._link_reference_of(start)
+        await self.call(SaveCheckpoint(directory=checkpoint, state=asdict(state)))
+        await self._begin(resolved)
+        return RunState(**await self.call(LoadCheckpoint(checkpoint)))
+
+    def _link_reference_of(self, start: int) -> None:
+        """Let a reference that lies beside the run's checkpoint also lie beside those in scratch,
+        which may name it."""
+        record = self.run_dir.step_checkpoint(start) / "complete.json"
+        name = None
+        if record.exists():
+            name = json.loads(record.read_text()).get("reference")
+        if not name:
+            return
+        link = self.scratch.checkpoints / name
+        if not link.exists():
+            link.symlink_to((self.run_dir.checkpoints / name).absolute())
+
     def store(self, step: int) -> Path:
         """Absolute path of a recorded step of the run."""
         return self.run_dir.step_store(step).absolute()
+
+    async def _begin(self, resolved: ResolvedConfig) -> None:
+        """Start ranks with these settings, in the place of those that there are."""
+        await self.end()
+        shutil.rmtree(self.scratch.endpoints, ignore_errors=True)  # of ranks that have ended
+        self.scratch.endpoints.mkdir()
+        write_resolved(self.scratch.config, resolved)
+        self._resolved = resolved
+        self._children = LocalProcesses(resolved.config, self.scratch).trainers()
+        self._link = TrainerLink(resolved.config.trainer.command_timeout_s)
+        await self._link.listen(self.scratch.endpoints / "controller.json")
+        for child in self._children:
+            child.start()
+
+    async def end(self) -> None:
+        """Tell the ranks to end, if there are any, and wait until they have."""
+        try:
+            if self._link is not None:
+                await self._link.close()
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """End the ranks, whatever they are doing."""
+        await asyncio.to_thread(stop_all, self._children)
+        self._children = ()
+        self._link = None
 
 
 @asynccontextmanager
 async def offline_trainer(
     run_dir: RunDir, overrides: Sequence[str], name: str
 ) -> AsyncIterator[OfflineTrainer]:
-    """Start trainer ranks in a scratch directory of the run, which is removed at the end."""
-    resolved = resolve_run(run_dir.config, overrides)
-    config = resolved.config
+    """Make a trainer in a scratch directory of the run, which is removed at the end; its ranks
+    start where it goes to a step. After an error the directory stays, with their logs."""
     scratch = RunDir(run_dir.root.absolute() / "offline" / name)
     shutil.rmtree(scratch.root, ignore_errors=True)
     scratch.create()
-    write_resolved(scratch.config, resolved)
     if run_dir.model.exists():
         scratch.model.symlink_to(run_dir.model.absolute())
-    children = LocalProcesses(config, scratch).trainers()
-    link = TrainerLink(config.trainer.command_timeout_s)
+    trainer = OfflineTrainer(run_dir, overrides, scratch)
     try:
-        await link.listen(scratch.endpoints / "controller.json")
-        for child in children:
-            child.start()
-        yield OfflineTrainer(config, run_dir, scratch, children, link)
-        await link.close()
+        yield trainer
+        await trainer.end()
     finally:
-        await asyncio.to_thread(stop_all, children)
+        await trainer.stop()
     shutil.rmtree(scratch.root, ignore_errors=True)
+
+
+def _starts(run_dir: RunDir) -> list[int]:
+    """Return the steps from which the run can be computed again, ascending: by the settings that
+    trained its first step, for a cold start may have been taken out of the recipe since."""
+    first = read_resolved(settings_of_step(run_dir, 0)).config
+    return starting_steps(first, run_dir)

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import DataError, MismatchError
-from grpo_megatron.launch.offline import choose_step, offline_trainer
+from grpo_megatron.launch.offline import TOLERANCE, choose_step, offline_trainer
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import read_metrics
 
-# of the loss by the sum of its absolute terms; of the gradient norm by itself
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 _OTHER_EACH_TIME = (
     "time/",
     "idle/",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_megatron import assets
+from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError, DataError, RunLockedError, SetupError, raised_as
@@ -168,6 +169,7 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
                 where="overrides",
                 remedy=f"submit another run with model.path={export}",
             )
+        record_first_settings(run_dir)
         before = run_dir.config.read_text(encoding="utf-8")
         write_resolved(run_dir.config, resolved)
         try:

@@ -105,6 +105,38 @@ def split_gap(
     )
 
 
+def unlike_recorded(
+    columns: Mapping[str, np.ndarray], recorded: float, tolerance: float, *, replayed: bool
+) -> str:
+    """Say where the largest |trainer - engine| of a token, in nats, is not `recorded`, which the
+    step had when it was trained; empty where it may be.
+
+    Recorded is the maximum over the tokens in the loss, and maybe others of the step, so it lies
+    between those of the `trained` ones and of all, in columns of `trainer.checks.logprob_diff`.
+    tolerance: relative to the largest log-prob, or to 1 nat; replayed: the trainer took the
+    engine's routes."""
+    of_trainer = columns["live"]
+    layers = [name for name in columns if name.startswith("through_")]
+    if replayed and layers:
+        of_trainer = columns[max(layers, key=lambda name: int(name.removeprefix("through_")))]
+    of_engine = columns["rollout"]
+    is_finite = np.isfinite(of_trainer) & np.isfinite(of_engine)
+    differences = np.abs(of_trainer - of_engine)[is_finite]
+    is_trained = columns["trained"][is_finite] > 0
+    of_trained = float(differences[is_trained].max(initial=0))
+    of_all = float(differences.max(initial=0))
+    margin = tolerance * float(np.abs(of_engine[is_finite]).max(initial=1))
+    if of_trained - margin <= recorded <= of_all + margin:
+        return ""
+    nearest = of_all
+    if recorded < of_trained:
+        nearest = of_trained
+    return (
+        f"the largest |trainer - engine| of a token was {recorded:.3g} when the step was trained, "
+        f"and is {nearest:.3g} now"
+    )
+
+
 def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Sequence[str]) -> str:
     """Return one self-contained page with the table of causes and heat maps."""
     rates = {}

@@ -141,6 +141,8 @@ class MeasureLogprobDiff(Request[dict[str, float]], frozen=True, kw_only=True, t
     directory: Path
     to: Path
     by_layer: bool
+    state: dict[str, Any]
+    """What the objective learned before this step: it decides which samples are trained."""
 
 
 # --- checkpoints

@@ -172,9 +172,11 @@ class TrainerService:
                 return step_logits(self.config, self.policy, _table(directory))
             case CompareLogprobs(directory=directory):
                 return self.compare_logprobs(directory)
-            case MeasureLogprobDiff(directory=directory, to=to, by_layer=by_layer):
+            case MeasureLogprobDiff(directory=directory, to=to, by_layer=by_layer, state=state):
                 table = _table(directory)
-                return measure_logprob_diff(self.config, self.policy, table, to, by_layer=by_layer)
+                return measure_logprob_diff(
+                    self.config, self.policy, table, to, by_layer=by_layer, state=state
+                )
             case SaveCheckpoint(directory=directory, state=state, beside=beside):
                 self.save(directory, state)
                 if not beside:

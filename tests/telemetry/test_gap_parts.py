@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_megatron.telemetry.gap import gap_page, split_gap
+from grpo_megatron.telemetry.gap import gap_page, split_gap, unlike_recorded
 
 LENGTHS = np.array([4, 1, 7])
 
@@ -49,3 +49,52 @@ def test_no_tokens():
     gap = split_gap(empty, None, None, np.array([], int))
     assert gap.table() == [] and gap.residual == 0
     assert "</html>" in gap_page("none", gap, {}, [])
+
+
+def gap_columns(**changed: list[float]) -> dict[str, np.ndarray]:
+    """Three tokens, of which the last is not in the loss; the engine's routes explain the first."""
+    columns = {
+        "rollout": [-1.0, -2.0, -4.0],
+        "live": [-1.5, -2.0, -3.0],
+        "through_2": [-1.4, -2.0, -3.0],
+        "through_10": [-1.0, -2.1, -3.0],
+        "trained": [1.0, 1.0, 0.0],
+    } | changed
+    return {name: np.array(values) for name, values in columns.items()}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "replayed", "nearest"),
+    [
+        (0.5, False, None),  # of the tokens in the loss
+        (1.0, False, None),  # of all
+        (0.7, False, None),
+        (0.4997, False, None),
+        (0.49, False, "0.5"),
+        (1.01, False, "1"),
+        (1e-6, False, "0.5"),
+        (0.1, True, None),  # by the last layer's routes, which the trainer replayed
+        (0.09, True, "0.1"),
+    ],
+)
+def test_a_gap_that_is_not_the_recorded_one_is_told(recorded, replayed, nearest):
+    told = unlike_recorded(gap_columns(), recorded, 1e-4, replayed=replayed)
+    assert told == "" if nearest is None else told.endswith(f"and is {nearest} now")
+
+
+@pytest.mark.parametrize("name", ["rollout", "live"])
+def test_tokens_that_have_no_gap_are_left_out(name):
+    """As in training, where their log-probs are infinite."""
+    columns = gap_columns(**{name: [-np.inf, -2.0, -3.0]}, trained=[1.0, 1.0, 1.0])
+    expected = {"rollout": 0.0, "live": 1.0}[name]
+    assert unlike_recorded(columns, expected, 1e-5, replayed=False) == ""
+    assert unlike_recorded(columns, expected + 0.1, 1e-5, replayed=False)
+
+
+def test_the_margin_is_that_of_the_largest_log_prob():
+    """Or of 1 nat, where all are smaller."""
+    columns = gap_columns(rollout=[-50.0, -2.0, -4.0], live=[-50.0, -2.0, -4.0])
+    assert unlike_recorded(columns, 4e-4, 1e-5, replayed=False) == ""
+    assert unlike_recorded(columns, 6e-4, 1e-5, replayed=False)
+    empty = {name: values[:0] for name, values in columns.items()}
+    assert unlike_recorded(empty, 9e-6, 1e-5, replayed=False) == ""

@@ -68,7 +68,10 @@ EXAMPLES = [
     (ScoreAnswers(Path("/store/step_000001")), [-1.5, -2.25]),
     (ScoreSteps(Path("/store/step_000001")), [[-1.5], [], [0.5, 2.25]]),
     (CompareLogprobs(DIRECTORY), LogprobComparison("a and b", "look", {"x": math.inf})),
-    (MeasureLogprobDiff(directory=DIRECTORY, to=Path("gaps"), by_layer=True), {"x": 1.0}),
+    (
+        MeasureLogprobDiff(directory=DIRECTORY, to=Path("gaps"), by_layer=True, state={"a": 1.0}),
+        {"x": 1.0},
+    ),
     (SaveCheckpoint(directory=DIRECTORY, state={"step": 1, "before": math.nan}), None),
     (FinishCheckpoint(wait=True), False),
     (LoadCheckpoint(DIRECTORY), {"step": 1, "before": math.nan, "sampler": {"order": [1, 2]}}),

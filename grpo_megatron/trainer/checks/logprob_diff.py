@@ -1,6 +1,6 @@
 """Log-probs of a recorded step under several routings, for the mismatch report."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_megatron.algorithms.advantages.pipeline import select
 from grpo_megatron.batching.columns import write_columns
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
@@ -22,19 +23,26 @@ from grpo_megatron.trainer.steps.optimizer_step import (
     prepare,
     untruncated,
 )
-from grpo_megatron.trainer.steps.recorded_batch import sample_batch
+from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 
 
 def measure_logprob_diff(
-    config: RunConfig, policy: Policy, table: SampleTable, to: Path, *, by_layer: bool
+    config: RunConfig,
+    policy: Policy,
+    table: SampleTable,
+    to: Path,
+    *,
+    by_layer: bool,
+    state: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Compute log-probs of all samples at the present weights, and write them to `to`. Collective.
 
     The columns are fp64 [n] over the table's policy tokens: `rollout` (the engine's), `live` (with
     the trainer's own routing), `unmasked` (the same over the whole vocabulary, if sampling was
-    truncated), and `through_N` (with the engine's routes in the MoE layers up to number N;
-    by_layer: for each N, else only for the last). `flipped`, fp64 [E, L], counts how often only the
-    engine used an expert.
+    truncated), `trained` (1 where the sample is in the loss, else 0), and `through_N` (with the
+    engine's routes in the MoE layers up to number N; by_layer: for each N, else only for the last).
+    `flipped`, fp64 [E, L], counts how often only the engine used an expert. state: what the
+    objective learned before the step.
 
     Returns routing metrics, empty without routes. Raises DataError for routes that cannot be used,
     where `routing.on_missing` says so."""
@@ -51,11 +59,13 @@ def measure_logprob_diff(
     def gathered(values: list[Tensor]) -> np.ndarray:
         return gather_tokens(samples, [batch], [values]).double().numpy()
 
+    is_trained = select(objective_of(config, state), samples).numpy()
     live = logprob_pass(policy, batch, live_routing)
     engines = [table.policy_tokens(row)[1] for row in range(len(table))]
     columns = {
         "live": gathered([output[0] for output in live]),
         "rollout": np.concatenate(engines).astype(np.float64),
+        "trained": np.repeat(is_trained[table.episode], table.policy_lengths).astype(np.float64),
     }
     if config.rollout.truncation:
         columns["unmasked"] = gathered([untruncated(output) for output in live])

@@ -1,0 +1,182 @@
+"""Recorded steps are computed again with the settings that trained them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_megatron.config.history import record_first_settings, record_settings
+from grpo_megatron.config.loader import read_resolved, write_resolved
+from grpo_megatron.launch import offline
+from grpo_megatron.launch.offline import offline_trainer, recorded_steps
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.trainer.requests import LoadCheckpoint, SaveCheckpoint, Train, TrainReport
+
+DEMO = "demo/gspo-moe-cpu"
+
+
+class Ranks:
+    """What replaces trainer ranks and the connection to them: notes what they are asked, and with
+    which learning rate they were started."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, str, str]] = []
+        self.num_updates: list[int] = []
+        self.has_reference: list[bool] = []
+        self._rate = 0.0
+
+    def __call__(self, timeout_s: float) -> Ranks:
+        """Be a connection."""
+        return self
+
+    async def listen(self, path: Path) -> None:
+        self._rate = read_resolved(path.parent.parent / "config.json").config.optimizer.lr
+
+    async def close(self) -> None:
+        pass
+
+    async def call(self, request):
+        directory = getattr(request, "directory", None)
+        where = "" if directory is None else directory.name
+        self.asked.append((self._rate, type(request).__name__, where))
+        if isinstance(request, Train):
+            self.num_updates.append(request.num_updates)
+            number = int(where.removeprefix("step_"))
+            return TrainReport(metrics={}, updates=2, tokens=0, state={"trained": number})
+        if isinstance(request, SaveCheckpoint):
+            directory.mkdir()
+            (directory / "complete.json").write_text(json.dumps(request.state))
+        if isinstance(request, LoadCheckpoint):
+            record = json.loads((directory / "complete.json").read_text())
+            reference = record.pop("reference", None)
+            if reference:
+                self.has_reference.append(directory.with_name(reference).exists())
+            return record
+        return None
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> Ranks:
+    found = Ranks()
+    monkeypatch.setattr(offline, "TrainerLink", found)
+    no_processes = SimpleNamespace(trainers=list)
+    monkeypatch.setattr(offline, "LocalProcesses", lambda config, run_dir: no_processes)
+    manifest = SimpleNamespace(is_skipped=False)
+    monkeypatch.setattr(offline, "read_manifest", lambda directory: manifest)
+    return found
+
+
+def set_recipe(run_dir: RunDir, *flags: str) -> None:
+    write_resolved(run_dir.config, resolve(DEMO, ["cold_start=null", *flags]))
+
+
+def make_run(root: Path, num_steps: int, *flags: str) -> RunDir:
+    """A run with recorded steps and no checkpoint."""
+    run_dir = RunDir(root)
+    run_dir.create()
+    for step in range(num_steps):
+        run_dir.step_store(step).mkdir()
+        (run_dir.step_store(step) / "manifest.json").write_text("{}")
+    set_recipe(run_dir, *flags)
+    return run_dir
+
+
+def add_checkpoint(run_dir: RunDir, step: int, **record: object) -> None:
+    run_dir.step_checkpoint(step).mkdir()
+    state = {"step": step, "updates": 2 * step, "sampler": {}, "heldout_before": 0.0}
+    text = json.dumps({**state, "seconds": 0.0, **record})
+    (run_dir.step_checkpoint(step) / "complete.json").write_text(text)
+
+
+def go_to(run_dir: RunDir, step: int, *overrides: str, settings_of: int | None = None):
+    async def main():
+        async with offline_trainer(run_dir, overrides, "test") as trainer:
+            state = await trainer.go_to(step, settings_of=settings_of)
+            return state, trainer.config
+
+    state, config = asyncio.run(main())
+    assert not (run_dir.root / "offline" / "test").exists()
+    return state, config
+
+
+def test_a_step_before_a_resume_has_its_own_settings(tmp_path, ranks):
+    run_dir = make_run(tmp_path, 6, "num_steps=3", "optimizer.lr=1e-3")
+    record_settings(run_dir, 0)
+    set_recipe(run_dir, "num_steps=6", "optimizer.lr=2e-3")
+    record_settings(run_dir, 3)
+    add_checkpoint(run_dir, 3)
+    state, config = go_to(run_dir, 2)
+    assert (state.step, state.updates, state.objective) == (2, 4, {"trained": 1})
+    assert config.num_steps == 3
+    trained = [(1e-3, "Train", f"step_00000{step}") for step in (0, 1)]
+    assert ranks.asked == [(1e-3, "SnapshotReference", ""), *trained]
+    assert set(ranks.num_updates) == {3 * config.batch.updates_per_step}
+    ranks.asked.clear()
+    state, config = go_to(run_dir, 3)
+    assert config.num_steps == 6 and ranks.asked == [(2e-3, "LoadCheckpoint", "step_000003")]
+    ranks.asked.clear()
+    go_to(run_dir, 2, "optimizer.lr=5e-3")
+    assert {rate for rate, _, _ in ranks.asked} == {5e-3}
+
+
+def test_every_step_on_the_way_is_trained_with_its_own_settings(tmp_path, ranks):
+    """The checkpoint of the resume is gone: ranks with other settings go on from one in scratch,
+    beside which the reference lies."""
+    run_dir = make_run(tmp_path, 5, "optimizer.lr=1e-3")
+    record_settings(run_dir, 0)
+    add_checkpoint(run_dir, 1, reference="reference_step_000000")
+    (run_dir.checkpoints / "reference_step_000000").mkdir()
+    set_recipe(run_dir, "optimizer.lr=2e-3")
+    record_settings(run_dir, 3)
+    before = sorted(run_dir.checkpoints.rglob("*"))
+    state, config = go_to(run_dir, 4)
+    assert ranks.asked == [
+        (1e-3, "LoadCheckpoint", "step_000001"),
+        (1e-3, "Train", "step_000001"),
+        (1e-3, "Train", "step_000002"),
+        (1e-3, "SaveCheckpoint", "step_000003"),
+        (2e-3, "LoadCheckpoint", "step_000003"),
+        (2e-3, "Train", "step_000003"),
+    ]
+    assert (state.step, state.updates, config.optimizer.lr) == (4, 8, 2e-3)
+    assert ranks.has_reference == [True] and sorted(run_dir.checkpoints.rglob("*")) == before
+
+
+def test_samples_of_older_weights_are_measured_with_the_settings_of_their_step(tmp_path, ranks):
+    run_dir = make_run(tmp_path, 4, "optimizer.lr=1e-3")
+    record_settings(run_dir, 0)
+    set_recipe(run_dir, "optimizer.lr=2e-3")
+    record_settings(run_dir, 2)
+    state, config = go_to(run_dir, 1, settings_of=3)
+    assert state.step == 1 and config.optimizer.lr == 2e-3
+    assert ranks.asked[:2] == [(1e-3, "SnapshotReference", ""), (1e-3, "Train", "step_000000")]
+    assert ranks.asked[-1] == (2e-3, "LoadCheckpoint", "step_000001")
+
+
+def test_a_run_without_a_record_has_the_settings_of_its_newest_attempt(tmp_path, ranks):
+    run_dir = make_run(tmp_path, 3, "optimizer.lr=1e-3")
+    _, config = go_to(run_dir, 2)
+    assert config.optimizer.lr == 1e-3
+    record_first_settings(run_dir)  # it is resumed by this release
+    set_recipe(run_dir, "optimizer.lr=2e-3")
+    record_settings(run_dir, 2)
+    _, config = go_to(run_dir, 1)
+    assert config.optimizer.lr == 1e-3
+
+
+def test_a_cold_start_that_a_resume_took_out_was_there(tmp_path):
+    """Weights of step 0 are not those that the run was given."""
+    run_dir = make_run(tmp_path, 2)
+    write_resolved(run_dir.config, resolve(DEMO))
+    record_settings(run_dir, 0)
+    assert recorded_steps(run_dir) == []
+    set_recipe(run_dir)
+    record_settings(run_dir, 1)
+    assert recorded_steps(run_dir) == []
+    add_checkpoint(run_dir, 0)
+    assert recorded_steps(run_dir) == [0, 1]
