@@ -13,6 +13,22 @@ from grpo_megatron.algorithms.batch import SampleBatch
 
 ZERO_VARIANCE = 1e-8
 """Groups whose rewards differ by no more have no signal (a test on rewards, not on deviations)."""
+ROUNDING = 1e-12
+"""Share of its terms up to which a difference in float64 is one of rounding."""
+ROUNDING_OF_FLOAT32 = 1e-6
+"""The same of what tokens have in float32."""
+
+
+def without_rounding(differences: Tensor, terms: Tensor) -> Tensor:
+    """Return the differences, exactly 0 where they are no more than the rounding of their terms.
+
+    terms: the largest magnitude that was added or subtracted, in the shape of the differences.
+    Masks and regularisers go by the sign of an advantage, which rounding must not decide: a reward
+    that equals its group's mean has none, whatever the scale of the rewards."""
+    share = ROUNDING_OF_FLOAT32
+    if differences.dtype == torch.float64:
+        share = ROUNDING
+    return torch.where(differences.abs() <= share * terms, 0.0, differences)
 
 
 class Groups:
@@ -44,15 +60,25 @@ class Groups:
         return (squares / (self.count - int(kind == "sample")).clamp(min=1)).sqrt()
 
     def centred(self, values: Tensor) -> Tensor:
-        """`x - mean`, [N]; exactly 0 where invalid and where the group has no spread."""
+        """`x - mean`, [N]; exactly 0 where invalid, where the group has no spread, and where x is
+        the mean but for rounding."""
+        return self.beside(values, self.mean(values))
+
+    def beside(self, values: Tensor, baseline: Tensor) -> Tensor:
+        """`x - baseline`, [N], with a baseline of the group's values, [N]; 0 where `centred` is."""
         has_signal = self.valid & (self.spread(values) > ZERO_VARIANCE)
-        return torch.where(has_signal, values - self.mean(values), 0.0)
+        differences = torch.where(has_signal, values - baseline, 0.0)
+        return without_rounding(differences, self.largest(values))
 
     def standardised(self, values: Tensor, kind: str, eps: float) -> Tensor:
         """`(x - mean) / (std + eps)`, [N]; 0 where `centred` is 0. kind: of the deviation."""
         centred = self.centred(values)
         std = self.std(values, kind) + eps
         return torch.where(centred == 0, 0.0, centred / std)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest magnitude in each sample's group, [N]; 0 without valid samples."""
+        return self.max(values.abs()).clamp(min=0)
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest value of each sample's group, [N]; minus infinity without valid

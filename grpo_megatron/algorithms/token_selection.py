@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import Advantages, SampleBatch
+from grpo_megatron.algorithms.groups import without_rounding
 from grpo_megatron.config.objective import ObjectiveConfig
 
 EQUAL_WITHIN = 1e-5
@@ -53,8 +54,7 @@ def covariant_tokens(
         if not len(tokens):
             continue
         num_chosen = max(int(o.covariance_share * len(tokens)), 1)
-        centred_logprobs = logprobs[tokens] - logprobs[tokens].mean()
-        covariance = centred_logprobs * (of_tokens[tokens] - of_tokens[tokens].mean())
+        covariance = _centred(logprobs[tokens]) * _centred(of_tokens[tokens])
         if o.clip == "clip_cov":
             is_inside = (covariance > o.covariance_min) & (covariance < o.covariance_max)
             tokens = tokens[is_inside]
@@ -96,6 +96,11 @@ def _at_tokens(batch: SampleBatch, advantages: Advantages) -> Tensor:
     if advantages.per_token:
         return advantages.values.double()
     return batch.to_tokens(advantages.values.double())
+
+
+def _centred(values: Tensor) -> Tensor:
+    """`x - mean`, [n], exactly 0 where x is the mean but for rounding: such tokens are ties."""
+    return without_rounding(values - values.mean(), values.abs().max())
 
 
 def _tokens_of_scopes(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> list[Tensor]:

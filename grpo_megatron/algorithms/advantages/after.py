@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import SampleBatch
-from grpo_megatron.algorithms.groups import Groups, by_groups
+from grpo_megatron.algorithms.groups import Groups, by_groups, without_rounding
+from grpo_megatron.algorithms.ratios import segment_max
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 
@@ -133,7 +134,8 @@ def whiten(
     o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor, *, per_token: bool
 ) -> Tensor:
     """`(A - mean) / (std + eps)` over the valid samples of the scope; [N], or [n] if `per_token`.
-    `whiten = "tokens"` counts every policy token once, so that long samples weigh more."""
+    `whiten = "tokens"` counts every policy token once, so that long samples weigh more. What equals
+    the mean but for rounding is exactly 0."""
 
     def of_samples(found: Tensor) -> Tensor:
         """Return means of samples, [N]."""
@@ -147,12 +149,22 @@ def whiten(
             return found
         return batch.to_tokens(found.to(values.dtype))
 
+    def largest() -> Tensor:
+        """Return the largest magnitude in the scope of each sample, [N]."""
+        of_sample = values.abs()
+        if per_token:
+            every_sample = torch.arange(len(batch))
+            of_sample = segment_max(of_sample, batch.to_tokens(every_sample), batch.token_counts)
+            of_sample = of_sample.clamp(min=0)  # of a sample without tokens
+        return Groups(scope.ids, valid).largest(of_sample).double()
+
     scope = Groups(batch.scopes(o.statistics_scope), torch.ones_like(valid))
     mass = valid.double()
     if o.whiten == "tokens":
         mass = mass * batch.token_counts
     total = scope.sum(mass)
-    centred = values - like_values(scope.sum(mass * of_samples(values)) / total.clamp(min=1))
+    mean = scope.sum(mass * of_samples(values)) / total.clamp(min=1)
+    centred = without_rounding(values - like_values(mean), like_values(largest()))
     divisor = (total - int(o.std_kind == "sample")).clamp(min=1)
     std = (scope.sum(mass * of_samples(centred**2)) / divisor).sqrt() + o.advantage_eps
     scale = torch.where(valid & (std > 0), 1 / std.clamp(min=1e-300), 0.0)

@@ -16,6 +16,7 @@ from grpo_megatron.algorithms.groups import (
     by_groups,
     prefix_sums,
     suffix_sums,
+    without_rounding,
 )
 from grpo_megatron.algorithms.ratios import discounted_from, mismatch_weights, shifted
 from grpo_megatron.algorithms.registry import Registry
@@ -91,8 +92,7 @@ def opo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     sample grows with its length (OPO, arXiv:2505.23585). Groups without spread get exactly 0."""
     lengths = batch.token_counts.double()
     baseline = groups.sum(lengths * batch.rewards) / groups.sum(lengths).clamp(min=1)
-    has_signal = groups.valid & (groups.spread(batch.rewards) > ZERO_VARIANCE)
-    return torch.where(has_signal, batch.rewards - baseline, 0.0)
+    return groups.beside(batch.rewards, baseline)
 
 
 @ESTIMATORS.register("maxrl")
@@ -109,11 +109,14 @@ def standardised_components(o: ObjectiveConfig, batch: SampleBatch, groups: Grou
     MO-GRPO (arXiv:2509.22047) with weights 1; GDPO (arXiv:2601.05242) whitens the sum over the
     batch. A component without spread in the group adds 0, a skipped one (NaN) too."""
     total = torch.zeros_like(batch.rewards)
+    magnitude = torch.zeros_like(batch.rewards)
     for name, values in batch.components.items():
         part = Groups(groups.ids, groups.valid & ~torch.isnan(values))
         scores = part.standardised(values, o.std_kind, o.advantage_eps)
-        total += batch.component_weights[name] * scores
-    return total
+        scores = batch.component_weights[name] * scores
+        total += scores
+        magnitude += scores.abs()
+    return without_rounding(total, magnitude)
 
 
 @ESTIMATORS.register("best_minus_second")
@@ -239,7 +242,7 @@ def off_policy_baseline(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) 
     rewards = torch.where(groups.valid, batch.rewards, 0.0)
     weighted = groups.sum(weights * rewards) / torch.where(total > 0, total, 1.0)
     baseline = torch.where(total > 0, weighted, groups.mean(rewards))
-    values = torch.where(has_signal, rewards - baseline, 0.0)
+    values = groups.beside(batch.rewards, baseline)
     if o.advantage_std == "none":
         return values
     return values / torch.where(
@@ -324,7 +327,9 @@ def gigpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     _, anchor = torch.unique(visits, dim=1, return_inverse=True)
     of_turns = _beside_mean(o, Groups(anchor, groups.valid[turns.sample]), returns)
     of_episodes = _beside_mean(o, groups, batch.rewards)
-    values = of_episodes[turns.sample] + o.gigpo_omega * of_turns
+    of_episodes = of_episodes[turns.sample]
+    of_turns = o.gigpo_omega * of_turns
+    values = without_rounding(of_episodes + of_turns, of_episodes.abs() + of_turns.abs())
     return _to_tokens_of_turns(batch, turns, is_last, values)
 
 
@@ -477,14 +482,17 @@ def _to_tokens_of_turns(
 
 
 def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
-    """Give every token the sum of the values of events that end at it or later."""
+    """Give every token the sum of the values of events that end at it or later; exactly 0 where
+    they cancel each other."""
 
     def of_groups(part: SampleBatch) -> Tensor:
         inside = part.events
         assert inside is not None  # given below
         marks = torch.zeros(part.num_tokens, dtype=torch.float64)
         marks.index_add_(0, part.offsets[inside.sample] + inside.end, inside.reward)
-        return suffix_sums(marks, part)
+        whole_group = Groups(part.group_ids, torch.ones_like(part.valid))
+        magnitude = whole_group.sum(part.sums(marks.abs()))
+        return without_rounding(suffix_sums(marks, part), part.to_tokens(magnitude))
 
     return by_groups(replace(batch, events=replace(events, reward=values)), of_groups)
 
