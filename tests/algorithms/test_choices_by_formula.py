@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.algorithms.advantages.signal import carries_signal
+from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
+from grpo_megatron.algorithms.advantages.signal import SUM_TO_ZERO, carries_signal
 from grpo_megatron.algorithms.batch import ClipInputs
 from grpo_megatron.algorithms.case import parse_case
+from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.algorithms.ratios import binary_kl
 from grpo_megatron.algorithms.terms import clip_status
 from grpo_megatron.config.loader import load_objective
-from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
+from grpo_megatron.config.objective import PRESETS, TOKEN_LEVEL, ObjectiveConfig
 from grpo_megatron.config.rules.check import check_rules
 from tests.algorithms.evaluation import advantages, evaluated, flat, same
+from tests.algorithms.test_invariance import random_case
 from tests.config.conftest import unchecked_config
 
 TOKEN_MEAN = "aggregation=token_mean"
@@ -140,11 +143,49 @@ def group_of(rewards: list[float | None]):
         (["positive_nll_weight=0.1"], [0, 0], False),
         (["positive_nll_weight=0.1"], [None, 1], True),
         ([], [1, 1], False),
+        (["whiten=samples"], [1, 1], False),
+        (["whiten=tokens"], [1, 1], True),
+        (["advantage=rloo", "whiten=samples"], [1, 1], False),
+        (["advantage=opo", "whiten=samples"], [1, 1], True),
+        (["advantage=opo", "whiten=samples"], [None, None], False),
+        (["advantage=best_minus_second", "whiten=samples"], [1, 1], True),
     ],
 )
 def test_which_groups_teach_something(settings, rewards, expected):
     config, _ = load_objective("grpo", [PLAIN, *settings])
     assert carries_signal(config, group_of(rewards)) is expected
+
+
+def test_whitening_gives_a_signal_to_groups_that_have_none():
+    """The baseline of OPO leaves a mean of the batch, which whitening takes off every sample."""
+    lengths = [[1, 9], [3, 4]]
+    rewards = [[1, 0], [1, 1]]
+    plain = ["advantage=opo", "advantage_std=none"]
+    assert advantages("grpo", rewards, lengths, *plain)[1] == [0, 0]
+    assert all(advantages("grpo", rewards, lengths, *plain, "whiten=samples")[1])
+
+
+def test_which_advantages_sum_to_zero_in_every_group():
+    """Of all estimators: whitening by samples leaves their groups without a signal alone."""
+    zero_sums = set(ESTIMATORS)
+    for seed in range(4):
+        batch = parse_case(random_case(seed, 8)).batch
+        groups = Groups(batch.group_ids, batch.valid)
+        for name in sorted(zero_sums):
+            config = ObjectiveConfig(preset="grpo", advantage=name, advantage_std="group")
+            found = ESTIMATORS[name](config, batch, groups).double()
+            if name in TOKEN_LEVEL:
+                found = batch.means(found)
+            if groups.sum(found).abs().max() > 1e-9:
+                zero_sums.discard(name)
+    assert zero_sums == {*SUM_TO_ZERO, "grpo_s"}  # by entropies, which always are a signal
+
+
+def test_without_its_baseline_pkpo_has_a_mean():
+    config, _ = load_objective("grpo", [PLAIN, "advantage=pkpo", "whiten=samples"])
+    assert not carries_signal(config, group_of([0, 0, 0]))
+    config = config.model_copy(update={"pkpo_baseline": False})
+    assert carries_signal(config, group_of([0, 0, 0]))
 
 
 # --- clips

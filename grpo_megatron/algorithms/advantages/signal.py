@@ -16,6 +16,9 @@ _BASELINE_FROM_ELSEWHERE = ("reward", "batch", "gae")
 """Advantages that no group can rule out: they are measured against other groups, or a critic."""
 _READ_TOKENS = ("gtpo_entropy", "grpo_s")
 """Advantages that differ by token entropies also where all rewards of a group are equal."""
+SUM_TO_ZERO = ("group", "rloo", "maxrl", "components", "passk", "pkpo")
+"""Advantages whose sum is 0 in every group (pkpo's with its baseline), hence their mean over the
+batch too: whitening by samples leaves a group without any as it is."""
 
 
 def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
@@ -38,7 +41,7 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
         return True
     if o.kl == "reward_k1" and o.kl_beta > 0:
         return True
-    if o.whiten == "tokens":  # the batch's mean over tokens is not 0, so nobody's advantage is
+    if _is_moved_by_whitening(o):
         return True
     if o.advantage == "process" and steps_of(group) is None:
         return False
@@ -53,6 +56,18 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
         if bool((estimator(o, shaped, groups) != 0).any()):
             return True
     return False
+
+
+def _is_moved_by_whitening(o: ObjectiveConfig) -> bool:
+    """Whether the batch's mean, which whitening takes off, may differ from 0: then nobody's
+    advantage is sure to be 0."""
+    if o.whiten == "none":
+        return False
+    if o.whiten == "tokens" or o.advantage not in SUM_TO_ZERO:
+        return True
+    has_kl_of_other_domains = o.kl == "reward_k1" and o.statistics_scope == "global"
+    has_no_baseline = o.advantage == "pkpo" and not o.pkpo_baseline
+    return has_kl_of_other_domains or has_no_baseline
 
 
 def _with_some_tokens(group: SampleBatch) -> SampleBatch:
