@@ -472,9 +472,10 @@ class ClipInputs:
     """What a clip computes the surrogate from. Clip distances are numbers, or [n] where domains
     have their own."""
 
-    log_ratio: Tensor  # [n] with gradient, at the level of the ratio
+    log_ratio: Tensor  # [n] with gradient, at the level of the ratio; bounded
     advantages: Tensor  # [n]
     logprobs: Tensor  # [n] with gradient
+    old_logprobs: Tensor  # [n] proximal policy
     low: float | Tensor
     high: float | Tensor
     covariant: Tensor | None = None  # bool [n]: chosen by covariance (clip_cov, kl_cov)

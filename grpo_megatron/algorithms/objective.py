@@ -135,6 +135,7 @@ def _clip_inputs(objective: Objective, batch: LossBatch) -> ClipInputs:
         log_ratio=ratios.bounded(batch.logprobs - old_logprobs),
         advantages=batch.advantages,
         logprobs=batch.logprobs,
+        old_logprobs=old_logprobs,
         low=objective.value("clip_low", batch),
         high=objective.value("clip_high", batch),
         covariant=batch.covariant,

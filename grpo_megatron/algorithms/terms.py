@@ -90,7 +90,7 @@ def _outside_of_trust_region(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str
 def _divergence_of_token(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """DPPO's divergence of the old policy and the present one, detached, [n]."""
     logprobs = inputs.logprobs.detach()
-    old_logprobs = logprobs - inputs.log_ratio.detach()
+    old_logprobs = inputs.old_logprobs
     if o.clip == "dppo_tv":
         return (logprobs.exp() - old_logprobs.exp()).abs()
     return binary_kl(old_logprobs, logprobs)
@@ -212,7 +212,7 @@ def drpo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     region of probabilities, but a token beyond it is pulled back. The paper's old policy is the
     engine's: `proximal = "rollout"`."""
     ratio = inputs.log_ratio.exp()
-    old_probs = (inputs.logprobs - inputs.log_ratio).detach().exp()
+    old_probs = inputs.old_logprobs.exp()
     penalty = inputs.advantages.abs() * old_probs * (ratio - 1) ** 2 / (2 * o.drpo_delta)
     return ratio * inputs.advantages - penalty
 

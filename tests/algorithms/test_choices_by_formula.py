@@ -241,10 +241,20 @@ def test_dppo_has_nothing_to_say_of_tokens_without_an_advantage_and_of_certain_o
     config = ObjectiveConfig(preset="dppo", clip=clip)
     logprobs = double(0.0, 0.0, -1e-12, -30.0)
     log_ratio = double(3.0, 0.0, 0.0, -20.0)
-    inputs = ClipInputs(log_ratio, double(0.0, 1.0, -1.0, -1.0), logprobs, 0.15, 0.15)
+    old = logprobs - log_ratio
+    inputs = ClipInputs(log_ratio, double(0.0, 1.0, -1.0, -1.0), logprobs, old, 0.15, 0.15)
     status = clip_status(config, inputs)
     assert not status["high"].any()
     assert not status["low"].any()
+
+
+def test_dppo_sees_how_likely_a_token_was_that_became_impossible():
+    """Its ratio is bounded, from which the old probability cannot be had: 0.90, not 0.007."""
+    case = {"logprobs": [[-25.0]], "old_logprobs": [[-0.1]], "advantages": [-1.0]}
+    for clip in ("dppo_tv", "dppo_kl"):
+        found = evaluated("dppo", ["proximal=recompute", f"clip={clip}"], **case)
+        assert found["metrics"]["clip/low_fraction"] == 1
+        same(found["loss"], 0)
 
 
 def test_binary_kl_is_that_of_two_outcomes_and_finite_at_its_ends():

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
+from grpo_megatron.algorithms.advantages.signal import carries_signal
 from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.case import parse_case
 from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.config.loader import load_objective
 from grpo_megatron.config.objective import ObjectiveConfig
+from tests.algorithms.evaluation import evaluated
 
 
 def batch(rewards: list[float], correct: list[bool] | None) -> SampleBatch:
@@ -58,6 +62,19 @@ def test_without_the_component_rewards_decide_as_ever(name):
     known = replace(plain, correct=torch.tensor([True, False, True, False]))
     found = advantages_of(objective, plain).values
     assert torch.equal(found, advantages_of(objective, known).values)
+
+
+@pytest.mark.parametrize("shaping", ["per_token", "length_switch"])
+@pytest.mark.parametrize("name", ["passk", "pkpo"])
+def test_shaped_rewards_do_not_say_what_is_correct(name, shaping):
+    """Per token, a right answer of four tokens earns 0.25, which is below the threshold."""
+    case = {"logprobs": [[-0.5] * 4] * 4, "rewards": [1, 1, 0, 0]}
+    choices = [f"advantage={name}", "advantage_std=none", "length_switch_weight=1.2"]
+    plain = evaluated("grpo", choices, **case)["advantages"]
+    assert all(plain)
+    assert evaluated("grpo", [*choices, f"reward_shaping={shaping}"], **case)["advantages"] == plain
+    config, _ = load_objective("grpo", [*choices, f"reward_shaping={shaping}"])
+    assert carries_signal(config, parse_case(case).batch)
 
 
 def test_samples_keep_their_correctness_in_a_subset():

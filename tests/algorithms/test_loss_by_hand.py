@@ -127,7 +127,9 @@ SIGNS = [1.0, -1.0, -1.0, 1.0, 1.0, -1.0, 0.0]
 def test_which_tokens_a_clip_holds(overrides, expected):
     """Ratios above and below the bounds, with advantages of both signs and of none."""
     config, _ = load_objective("grpo", [*overrides, "clip_low=0.2", "clip_high=0.3"])
-    inputs = ClipInputs(double(*RATIOS).log(), double(*SIGNS), double(*SIGNS), 0.2, 0.3)
+    logprobs = double(*RATIOS).log()
+    old = torch.zeros_like(logprobs)
+    inputs = ClipInputs(logprobs, double(*SIGNS), logprobs, old, 0.2, 0.3)
     found = clip_status(config, inputs)
     tokens = {side: mask.nonzero()[:, 0].tolist() for side, mask in found.items()}
     assert tokens == expected
@@ -142,7 +144,7 @@ def _on_a_grid(clip: str) -> tuple[ObjectiveConfig, ClipInputs]:
     logprobs = (old + log_ratio).requires_grad_()
     advantages = double(1.5, -0.5).repeat(140)
     covariant = torch.arange(280) % 3 == 0
-    return config, ClipInputs(logprobs - old, advantages, logprobs, 0.2, 0.3, covariant)
+    return config, ClipInputs(logprobs - old, advantages, logprobs, old, 0.2, 0.3, covariant)
 
 
 @pytest.mark.parametrize("clip", CLIPS)
@@ -185,7 +187,8 @@ def test_gmpo_clips_tokens_and_counts_them_before_their_mean():
 
 
 def test_gmpo_does_not_clip_a_token_without_an_advantage():
-    inputs = ClipInputs(double(2.0, -2.0, 2.0, -2.0), double(0, 0, -1, 1), double(0), 0.4, 0.4)
+    log_ratio = double(2.0, -2.0, 2.0, -2.0)
+    inputs = ClipInputs(log_ratio, double(0, 0, -1, 1), log_ratio - 3, double(-3), 0.4, 0.4)
     assert gmpo_clip(inputs).tolist() == [2.0, -2.0, 2.0, -2.0]
 
 

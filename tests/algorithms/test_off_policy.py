@@ -152,6 +152,13 @@ def test_drpo_holds_probabilities_smoothly_and_pulls_back_beyond_the_bound():
     same(found["loss"], -term / 6)
 
 
+def test_drpo_weighs_by_the_old_probability_also_where_the_ratio_is_bounded():
+    case = {"logprobs": [[-25.0]], "old_logprobs": [[-0.1]], "advantages": [-1.0]}
+    found = evaluated("drpo", ["proximal=recompute", "drpo_delta=0.5"], **case)
+    ratio = math.exp(-20)
+    same(found["loss"], ratio + math.exp(-0.1) * (ratio - 1) ** 2)
+
+
 def test_drpo_on_policy_is_plain():
     found = evaluated("drpo", **case(then=NOW))
     same(found["grad_logprobs"], [[-2 / 6] * 3, [1 / 6] * 2])

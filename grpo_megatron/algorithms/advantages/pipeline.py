@@ -118,11 +118,14 @@ def _rewarded(objective: Objective, batch: SampleBatch) -> tuple[SampleBatch, Gr
 
 
 def _shaped(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Groups]:
-    """Return the batch with shaped rewards, and its groups with all samples that have one."""
+    """Return the batch with shaped rewards, and its groups with all samples that have one. Which
+    samples are correct stays as it was by the rewards before."""
     groups = Groups(batch.group_ids, batch.valid)
-    if o.reward_shaping != "none":
-        batch = replace(batch, rewards=REWARD_SHAPINGS[o.reward_shaping](o, batch, groups))
-    return batch, groups
+    if o.reward_shaping == "none":
+        return batch, groups
+    rewards = REWARD_SHAPINGS[o.reward_shaping](o, batch, groups)
+    is_correct = batch.is_correct(o.correct_threshold)
+    return replace(batch, rewards=rewards, correct=is_correct), groups
 
 
 def _success_so_far(

@@ -49,7 +49,7 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
         group = _with_some_tokens(group)
     estimator = ESTIMATORS[o.advantage]
     for rewards in _possible_rewards(o, group):
-        shaped = replace(group, rewards=rewards)
+        shaped = replace(group, rewards=rewards, correct=is_correct)
         groups = Groups(group.group_ids, group.valid)
         if o.subset in GROUP_SUBSETS:  # the size of adaptive's is decided by other groups
             groups = Groups(group.group_ids, GROUP_SUBSETS[o.subset](o, shaped, groups))
