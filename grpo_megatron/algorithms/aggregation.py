@@ -99,7 +99,8 @@ def with_preference(
 ) -> LossConstants:
     """Fix the preference loss of this step, too, at the current weights.
 
-    margins: float64 [N], `sum_t log pi_theta - log pi_ref` of every sample."""
+    margins: float64 [N], `sum_t log pi_theta - log pi_ref` of every sample, over the tokens that
+    are in the loss (`ratios.infinite_tokens`)."""
     batch = replace(constants.batch, trained=constants.weights > 0)
     parts = preference_coefficients(objective.config, batch, batch.rewards, margins)
     return replace(constants, preference=torch.stack(parts))

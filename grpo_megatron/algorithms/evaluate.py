@@ -12,7 +12,7 @@ from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
 from grpo_megatron.algorithms.batch import Advantages, SampleBatch
 from grpo_megatron.algorithms.case import Case
 from grpo_megatron.algorithms.objective import Objective, policy_loss
-from grpo_megatron.algorithms.ratios import calibrated_delta, log_ratio
+from grpo_megatron.algorithms.ratios import calibrated_delta, infinite_tokens, log_ratio
 from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_size import effective_share, rate_factor
 from grpo_megatron.config.passes import loss_columns
@@ -52,7 +52,7 @@ def evaluate(
         constant_length = max([1, *batch.token_counts.tolist()])
     constants = loss_constants(objective, batch, advantages, rows, constant_length)
     if objective.config.preference_weight > 0:
-        margins = batch.sums(log_ratio(logprobs, columns["ref_logprobs"]))
+        margins = _margins(batch, columns)
         constants = with_preference(constants, objective, margins)
     gradient = torch.zeros_like(logprobs)
     stats = Stats()
@@ -78,6 +78,15 @@ def evaluate(
         loss += float(piece.detach())
         stats.add(found)
     return Evaluation(loss, gradient, advantages, stats)
+
+
+def _margins(batch: SampleBatch, columns: Mapping[str, Tensor]) -> Tensor:
+    """Return `sum_t log pi_theta - log pi_ref` of every sample, over the tokens that are in the
+    loss, [N]."""
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+    infinite = infinite_tokens(*[columns[name] for name in names])
+    away = log_ratio(columns["logprobs"], columns["ref_logprobs"])
+    return batch.sums(away.masked_fill(infinite, 0.0))
 
 
 def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:

@@ -389,9 +389,11 @@ def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
     }
     if batch.ref_logprobs is not None:
         columns["ref_logprobs"] = batch.ref_logprobs
-    infinite = torch.stack([torch.isinf(column.detach()) for column in columns.values()]).any(0)
+    infinite = ratios.infinite_tokens(*columns.values())
     # without asking whether there are any, for which the host would wait
     columns["weights"] = batch.weights
+    if batch.weight_slopes is not None:
+        columns["weight_slopes"] = batch.weight_slopes
     finite: dict[str, Any] = {}
     for name, column in columns.items():
         finite[name] = torch.where(infinite, 0.0, column)

@@ -11,6 +11,9 @@ from torch.nn.functional import logsigmoid, softplus
 
 from grpo_megatron.config.preferences import PreferencesConfig
 
+MAX_SCORE = -1e-7
+"""Largest mean log-prob of an answer that ORPO tells apart from 0: log-probs in float32 of tokens
+that are certain are 0, or above it by rounding, where odds are infinite."""
 MARGIN = "margin"
 """Component of a recorded step: by how much the chosen answer of a pair is better."""
 REFERENCE = "reference"
@@ -65,8 +68,12 @@ def _log1mexp(logprobs: Tensor) -> Tensor:
 def orpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """`-beta log sigmoid(log odds(chosen) - log odds(rejected))`, of mean log-probs (ORPO,
     arXiv:2403.07691, equation 7). Beside it the whole loss has the negative log-likelihood of the
-    chosen answers' tokens."""
-    return -beta * logsigmoid(log_odds(chosen) - log_odds(rejected))
+    chosen answers' tokens.
+
+    Scores above `MAX_SCORE` count as that much, without a gradient."""
+    odds_of_chosen = log_odds(chosen.clamp(max=MAX_SCORE))
+    odds_of_rejected = log_odds(rejected.clamp(max=MAX_SCORE))
+    return -beta * logsigmoid(odds_of_chosen - odds_of_rejected)
 
 
 def kto_loss(

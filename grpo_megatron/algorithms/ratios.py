@@ -79,6 +79,12 @@ def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
     return torch.where(torch.isinf(difference), 0.0, bounded(difference))
 
 
+def infinite_tokens(*columns: Tensor) -> Tensor:
+    """Return which tokens have an infinite log-prob in any of the columns ([n] each), bool [n]: the
+    loss leaves them out."""
+    return torch.stack([torch.isinf(column.detach()) for column in columns]).any(0)
+
+
 def bounded(values: Tensor) -> Tensor:
     """Keep `exp` of these finite: clamp to `MAX_LOG_RATIO` on both sides."""
     return values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -11,7 +11,12 @@ import torch
 
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of, needed_columns
-from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
+from grpo_megatron.algorithms.aggregation import (
+    AGGREGATIONS,
+    Lengths,
+    loss_constants,
+    with_preference,
+)
 from grpo_megatron.algorithms.case import parse_case, read_case
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.algorithms.objective import Objective
@@ -197,6 +202,51 @@ def test_an_infinite_log_prob_has_no_part_in_the_preference_loss():
     found = evaluated("grpo", ["preference_weight=1.0"], **EDGES["an infinite log-prob"])
     assert math.isfinite(found["loss"])
     assert found["grad_logprobs"][0][0] == 0 != found["grad_logprobs"][0][1]
+
+
+def test_the_margin_of_a_preference_is_of_the_tokens_in_its_loss():
+    """The engine does not know the second token: without it the best answer is 0.5 ahead by its
+    first, and the other one 1 behind."""
+    case = {
+        "logprobs": [[-1.0, -4.0], [-2.0]],
+        "ref_logprobs": [[-1.5, -1.0], [-1.0]],
+        "rollout_logprobs": [[-1.0, -math.inf], [-2.0]],
+        "rewards": [1, 0],
+    }
+    plain = evaluated("grpo", **case)["loss"]
+    settings = ["preference_weight=1", "preference_beta=1.0"]
+    found = evaluated("grpo", settings, **case)
+    assert found["loss"] - plain == pytest.approx(math.log1p(math.exp(-1.5)))
+    pull = 1 / (1 + math.exp(1.5))
+    without = evaluated("grpo", **case)["grad_logprobs"]
+    assert found["grad_logprobs"][0] == pytest.approx([without[0][0] - pull, 0])
+    assert found["grad_logprobs"][1] == pytest.approx([without[1][0] + pull])
+
+
+def test_the_exponent_of_lambda_grpo_learns_nothing_from_what_is_left_out():
+    """The slope of the weights times the losses of the tokens that are in the loss."""
+    case = {
+        "logprobs": [[-1.0, -1.0, -1.0], [-2.0]],
+        "rewards": [1, 0],
+    }
+    infinite = {**case, "old_logprobs": [[-1.0, -1.0, -math.inf], [-2.0]]}
+    gradients = []
+    for document in (case, infinite):
+        settings = ["lambda_init=0.5", "advantage_std=none"]
+        found = evaluated("lambda_grpo", settings, **document)
+        gradients.append(found["metrics"]["lambda/gradient"])
+    counts = torch.tensor([3, 1])
+    lengths = Lengths(counts.numpy(), np.zeros(2, np.int64), 1, 0.5)
+    _, slopes = AGGREGATIONS["lambda_grpo"](load_objective("lambda_grpo", [])[0], lengths)
+    assert gradients[0] == pytest.approx(-0.5 * 3 * slopes[0] + 0.5 * slopes[1])
+    assert gradients[1] == pytest.approx(-0.5 * 2 * slopes[0] + 0.5 * slopes[1])
+
+
+def test_the_score_of_xrpo_is_of_the_finite_tokens():
+    case = {"logprobs": [[-1.0], [-1.0], [-3.0, -3.0]], "rewards": [1, 0, 1]}
+    known = evaluated("xrpo", ["xrpo_kappa=10"], **case)["advantages"]
+    infinite = {**case, "old_logprobs": [[-1.0], [-1.0], [-3.0, -math.inf]]}
+    assert evaluated("xrpo", ["xrpo_kappa=10"], **infinite)["advantages"] == known
 
 
 def test_the_subset_is_chosen_by_shaped_rewards():

@@ -11,9 +11,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from grpo_megatron.algorithms.preferences import (
+    MAX_SCORE,
     kto_baseline,
     kto_loss,
     log_odds,
+    orpo_loss,
     pair_losses,
     sigmoid_loss,
     sigmoid_loss_slope,
@@ -112,3 +114,18 @@ def test_log_odds_near_both_ends(logprob):
     assert math.isfinite(found.item()) and math.isfinite(gradient.item())
     expected = logprob - math.log(-math.expm1(logprob))
     assert found.item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("certain", [0.0, 1e-7, -1e-9])
+def test_orpo_of_answers_that_are_certain_is_finite(certain, dtype):
+    """Log-probs in float32 are 0 there, or above; such an answer counts as one of -1e-7."""
+    for scores in ([certain, -2.0], [-2.0, certain], [certain, certain]):
+        leaf = torch.tensor(scores, dtype=dtype, requires_grad=True)
+        loss = orpo_loss(leaf[0], leaf[1], 0.1)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        bounded = [min(score, MAX_SCORE) for score in scores]
+        expected = orpo_loss(*torch.tensor(bounded, dtype=torch.float64), 0.1)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert gradient.isfinite().all()
+        assert (gradient == 0).tolist() == [score == certain for score in scores]

@@ -34,9 +34,12 @@ def eda(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tens
 @SHAPINGS.register("xrpo")
 def xrpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tensor) -> Tensor:
     """XRPO (arXiv:2510.06672): samples with A > 0 gain `min(max(lambda (1 - eta), 0), kappa A)`,
-    `eta = exp(score_i - mean score)`, score the mean token log-prob under the old policy. [N]"""
+    `eta = exp(score_i - mean score)`, score the mean token log-prob under the old policy, of those
+    that are finite. [N]"""
     logprobs = batch.tokens["old_logprobs"]
-    score = batch.means(torch.where(torch.isfinite(logprobs), logprobs, 0.0)).double()
+    is_finite = torch.isfinite(logprobs)
+    num_finite = batch.sums(is_finite.to(logprobs.dtype)).clamp(min=1)
+    score = (batch.sums(torch.where(is_finite, logprobs, 0.0)) / num_finite).double()
     eta = torch.exp((score - groups.mean(score)).clamp(-20, 20))
     bonus = torch.minimum((o.xrpo_lambda * (1 - eta)).clamp(min=0), o.xrpo_kappa * advantages)
     return torch.where(advantages > 0, advantages + bonus, advantages)

@@ -420,13 +420,14 @@ class Training:
             )
 
     def _margins(self, update: UpdateBatch) -> torch.Tensor:
-        """`sum_t log pi_theta - log pi_ref` of every sample at the current weights, float64 [N]."""
+        """`sum_t log pi_theta - log pi_ref` of every sample at the current weights, over the tokens
+        that are in the loss, float64 [N]."""
         routing = self.source.margin_pass(update)
         outputs = optimizer_step.logprob_pass(self.policy, update, routing)
         of_tokens = []
-        for microbatch, output in zip(update.microbatches, outputs, strict=True):
-            logprobs = optimizer_step.untruncated(output)
-            of_tokens.append(ratios.log_ratio(logprobs, _reference(microbatch)))
+        if optimizer_step.is_output_rank():  # elsewhere passes found nothing
+            for microbatch, output in zip(update.microbatches, outputs, strict=True):
+                of_tokens.append(_away_from_reference(microbatch, output))
         gathered = optimizer_step.gather_tokens(self.batch, [update], [of_tokens])
         return self.batch.sums(gathered).double()
 
@@ -590,6 +591,18 @@ _COLUMNS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
 }
 """Where each token column of a `SampleBatch` is in a micro-batch. Equal on all ranks in its order,
 for a column is gathered by all of them together."""
+
+
+def _away_from_reference(microbatch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+    """Return `log pi_theta - log pi_ref` of each token, fp32 [n]; 0 for those that are not in the
+    loss. output: of the current weights, fp32 [2 or 3, n]."""
+    logprobs = optimizer_step.untruncated(output)
+    reference = _reference(microbatch)
+    columns = [output[0], logprobs, reference, microbatch.rollout_logprobs]
+    if microbatch.old_logprobs is not None:
+        columns.append(microbatch.old_logprobs)
+    away = ratios.log_ratio(logprobs, reference)
+    return away.masked_fill(ratios.infinite_tokens(*columns), 0.0)
 
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:
