@@ -89,6 +89,7 @@ SETTINGS_OF_CHOICES: Mapping[str, Mapping[tuple[str, ...], tuple[str, ...]]] = {
         ("gigpo",): ("gigpo_omega", "gigpo_gamma"),
         ("gae",): ("gae_gamma", "gae_lambda"),
     },
+    "subset": {("shortest", "token_efficiency", "adaptive"): ("subset_size",)},
     "reward_shaping": {("length_switch",): ("length_switch_fraction", "length_switch_weight")},
     "shaping": {
         ("trace_recent", "trace_both"): ("trace_decay", "trace_min_advantage"),
@@ -100,6 +101,8 @@ SETTINGS_OF_CHOICES: Mapping[str, Mapping[tuple[str, ...], tuple[str, ...]]] = {
         ),
     },
     "clip": {
+        ("ppo", "both", "gmpo", "clip_cov", "dppo_tv", "dppo_kl"): ("clip_low",),
+        ("ppo", "upper", "both", "gmpo", "clip_cov", "dppo_tv", "dppo_kl"): ("clip_high",),
         ("cispo",): ("ratio_min", "ratio_max"),
         ("sapo",): ("sapo_tau_positive", "sapo_tau_negative"),
         ("vespo",): (
@@ -134,6 +137,7 @@ SETTINGS_OF_CHOICES: Mapping[str, Mapping[tuple[str, ...], tuple[str, ...]]] = {
     },
     "mismatch": {
         ("icepop", "geometric_mask"): ("mismatch_min",),
+        ("tis", "tis_sequence", "mis_sequence", "geometric_mask", "icepop"): ("mismatch_max",),
         ("tis", "tis_sequence", "mis_sequence"): ("mismatch_floor",),
         ("kpop",): ("kpop_threshold",),
     },
@@ -142,8 +146,11 @@ SETTINGS_OF_CHOICES: Mapping[str, Mapping[tuple[str, ...], tuple[str, ...]]] = {
         ("trm",): ("trm_max", "trm_mean"),
         ("m2po",): ("m2po_limit",),
     },
+    "ess_scaling": {("sqrt", "linear"): ("ess_reference",)},
 }
-"""By field that chooses, and what is chosen: settings that only these read."""
+"""By field that chooses, and what is chosen: settings that only these read; domains' own, too."""
+SETTINGS_OF_WEIGHTS: Mapping[str, str] = {"preference_beta": "preference_weight"}
+"""By setting, the weight without which nothing reads it."""
 
 
 class ObjectiveConfig(Strict):
@@ -163,7 +170,8 @@ class ObjectiveConfig(Strict):
     subset: Literal["none", "shortest", "token_efficiency", "adaptive"] = "none"
     """GFPO: train only some samples of each group; the others leave statistics and loss."""
     subset_size: int = Field(8, ge=1)
-    """Samples kept per group (`adaptive`: of hard groups; 3/4 of medium, half of easy ones)."""
+    """shortest, token_efficiency, adaptive: samples kept per group (`adaptive`: of hard groups; 3/4
+    of medium, half of easy ones)."""
     advantage: Annotated[
         Literal[
             "reward",
@@ -234,11 +242,13 @@ class ObjectiveConfig(Strict):
     ] = "ppo"
     """Surrogate term."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """Lower clip distance: the ratio is kept above `1 - clip_low` (gmpo: its log above
-    `-clip_low`; dppo_tv, dppo_kl: largest divergence of a token that became less likely)."""
+    """ppo, both, gmpo, clip_cov, dppo_tv, dppo_kl: lower clip distance; the ratio is kept above
+    `1 - clip_low` (gmpo: its log above `-clip_low`; dppo_tv, dppo_kl: largest divergence of a token
+    that became less likely)."""
     clip_high: float = Field(0.2, gt=0)
-    """Upper clip distance: the ratio is kept below `1 + clip_high` (gmpo: its log below; dppo_tv,
-    dppo_kl: largest divergence of a token that became more likely)."""
+    """ppo, upper, both, gmpo, clip_cov, dppo_tv, dppo_kl: upper clip distance; the ratio is kept
+    below `1 + clip_high` (gmpo: its log below; dppo_tv, dppo_kl: largest divergence of a token that
+    became more likely)."""
     dual_clip: float | None = Field(None, gt=1)
     """Negative advantages: the term is at least `dual_clip * A`."""
     ratio_min: float = Field(0.0, ge=0)
@@ -349,7 +359,8 @@ class ObjectiveConfig(Strict):
     mismatch_min: float = Field(0.5, ge=0)
     """icepop, geometric_mask: smallest accepted ratio."""
     mismatch_max: float = Field(2.0, gt=0)
-    """Cap (tis) or largest accepted ratio."""
+    """tis, tis_sequence, mis_sequence, geometric_mask, icepop: cap (tis, tis_sequence) or largest
+    accepted ratio."""
     mismatch_floor: float = Field(0.0, ge=0)
     """tis, tis_sequence: weights below are raised to this; mis_sequence: samples below get weight
     0."""
@@ -372,7 +383,7 @@ class ObjectiveConfig(Strict):
     with the trajectory ratios `w = pi_old / pi_engine` of its samples (VCPO, arXiv:2602.17616).
     Costs a pass of the old policy."""
     ess_reference: float = Field(1.0, gt=0, le=1)
-    """ess_scaling: the share on policy, above which the learning rate is not scaled; lower where
+    """sqrt, linear: the share on policy, above which the learning rate is not scaled; lower where
     trainer and engine are apart on long episodes."""
 
     rollout_drift_weight: float = Field(0.0, ge=0)

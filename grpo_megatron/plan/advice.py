@@ -1,9 +1,15 @@
 """Warnings: values of a valid recipe that no published run has, or that nothing reads. They stop
 nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from grpo_megatron.config.objective import PRESETS, SETTINGS_OF_CHOICES, ObjectiveConfig
+from grpo_megatron.config.objective import (
+    PRESETS,
+    SETTINGS_OF_CHOICES,
+    SETTINGS_OF_WEIGHTS,
+    ObjectiveConfig,
+)
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
@@ -118,10 +124,29 @@ def settings_belong_to_what_is_chosen(config: RunConfig) -> list[Violation]:
     """Warn of settings of a choice of the objective that is not the one taken."""
     if config.kind != "rl":
         return []
-    return list(_settings_without_effect(config.objective))
+    own = {}
+    for index, domain in enumerate(config.domains):
+        if domain.objective is not None:
+            own[f"domains.{index}.objective"] = domain.objective.model_dump(exclude_none=True)
+    return list(_settings_without_effect(config.objective, own))
 
 
-def _settings_without_effect(objective: ObjectiveConfig) -> Iterator[Violation]:
+_INSTEAD = {
+    ("cispo", "clip_low"): "ratio_min, the bound itself (1 - clip_low)",
+    ("cispo", "clip_high"): "ratio_max, the bound itself (1 + clip_high)",
+    ("topr", "clip_low"): "topr_min_negative, the bound itself",
+    ("topr", "clip_high"): "topr_max_negative, the bound itself",
+    ("drpo", "clip_low"): "drpo_delta",
+    ("drpo", "clip_high"): "drpo_delta",
+    ("kpop", "mismatch_max"): "kpop_threshold",
+}
+"""By choice and a setting that it does not read: the one that does it."""
+
+
+def _settings_without_effect(
+    objective: ObjectiveConfig, own: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Violation]:
+    """Yield what is set and read by nothing. own: settings of domains, by key of their table."""
     for axis, settings in SETTINGS_OF_CHOICES.items():
         chosen = getattr(objective, axis)
         if ":" in chosen:  # a function of one's own may read any
@@ -130,14 +155,45 @@ def _settings_without_effect(objective: ObjectiveConfig) -> Iterator[Violation]:
             if chosen in choices:
                 continue
             for name in names:
-                if _is_set(objective, name):
-                    yield Violation(
-                        f"objective.{name}",
-                        f"it has no effect: only {axis} = {' or '.join(choices)} reads it, and "
-                        f"{axis} is {chosen}",
-                        remedy=f"remove it, or set objective.{axis}={choices[0]}",
-                        related=(f"objective.{axis}",),
-                    )
+                instead = _INSTEAD.get((chosen, name), "")
+                for key in _keys_that_set(objective, own, name):
+                    yield _without_effect(key, axis, chosen, choices, instead)
+    for name, weight in SETTINGS_OF_WEIGHTS.items():
+        if getattr(objective, weight) == 0 and _is_set(objective, name):
+            yield Violation(
+                f"objective.{name}",
+                f"it has no effect: nothing reads it while {weight} is 0",
+                remedy=f"remove it, or set objective.{weight}",
+                related=(f"objective.{weight}",),
+            )
+
+
+def _without_effect(
+    key: str, axis: str, chosen: str, choices: Sequence[str], instead: str
+) -> Violation:
+    message = f"it has no effect: only {axis} = {' or '.join(choices)} reads it, and {axis} is "
+    message += chosen
+    if instead:
+        message += f", which has objective.{instead}"
+    return Violation(
+        key,
+        message,
+        remedy=f"remove it, or set objective.{axis}={choices[0]}",
+        related=(f"objective.{axis}",),
+    )
+
+
+def _keys_that_set(
+    objective: ObjectiveConfig, own: Mapping[str, Mapping[str, Any]], name: str
+) -> list[str]:
+    """Return the keys by which a setting is another than that of the preset."""
+    keys = []
+    if _is_set(objective, name):
+        keys.append(f"objective.{name}")
+    for table, values in own.items():
+        if name in values:
+            keys.append(f"{table}.{name}")
+    return keys
 
 
 def _is_set(objective: ObjectiveConfig, name: str) -> bool:

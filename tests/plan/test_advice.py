@@ -166,10 +166,49 @@ def test_a_command_says_it_beside_its_output(capsys, command):
             {"objective.pkpo_baseline"},
         ),
         (["objective.gae_lambda=0.9", "kind=sft"], set()),
+        (
+            ["objective.preset=cispo", "objective.clip_low=0.1", "objective.clip_high=0.3"],
+            {"objective.clip_low", "objective.clip_high"},
+        ),
+        (["objective.preset=dapo", "objective.clip_low=0.1"], set()),
+        (
+            ["objective.preset=tic_grpo", "objective.clip_low=0.1", "objective.clip_high=0.3"],
+            {"objective.clip_low"},
+        ),
+        (["objective.mismatch=kpop", "objective.mismatch_max=3"], {"objective.mismatch_max"}),
+        (["objective.mismatch=tis", "objective.mismatch_max=3"], set()),
+        (["objective.subset_size=4"], {"objective.subset_size"}),
+        (["objective.subset=shortest", "objective.subset_size=4"], set()),
+        (["objective.preference_beta=0.3"], {"objective.preference_beta"}),
+        (["objective.preference_beta=0.3", "objective.preference_weight=0.1"], set()),
+        (["objective.ess_reference=0.5"], {"objective.ess_reference"}),
+        (
+            [
+                "objective.preset=cispo",
+                "domains.0.objective.clip_high=0.3",
+                "domains.0.objective.opsm_delta=0.1",
+                "domains.0.objective.trm_max=0.1",
+                "domains.0.objective.entropy_weight=0.01",
+            ],
+            {
+                "domains.0.objective.clip_high",
+                "domains.0.objective.opsm_delta",
+                "domains.0.objective.trm_max",
+            },
+        ),
     ],
 )
 def test_settings_of_what_is_not_chosen_have_no_effect(overrides, told):
     assert set(keys(RELEASED, *overrides)) == told
+
+
+def test_the_setting_that_does_it_is_named(capsys):
+    """Other libraries call CISPO's bounds clip distances."""
+    preset = ["objective.preset=cispo", "objective.clip_high=0.3"]
+    assert main(["config", "show", RELEASED, *preset]) == 0
+    told = capsys.readouterr().err
+    assert "objective.clip_high = 0.3: it has no effect: only clip = ppo or upper or" in told
+    assert "clip is cispo, which has objective.ratio_max, the bound itself (1 + clip_high)" in told
 
 
 def test_a_function_of_ones_own_may_read_any_setting():
