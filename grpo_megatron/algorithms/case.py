@@ -44,7 +44,8 @@ class Case:
     columns: Mapping[str, Tensor]  # [n] float64: logprobs, old_, rollout_, ref_logprobs, entropies
     mask: Sequence[Sequence[bool]]  # of all tokens
     truncated: Tensor  # bool [N]
-    advantages: Advantages | None  # given instead of rewards
+    advantages: Advantages | None  # given instead of what the objective makes of rewards
+    has_rewards: bool  # or components, of which they are the sum
     state: Mapping[str, Any]  # of the objective, see `Objective.state`
 
 
@@ -290,6 +291,7 @@ def _case(given: _Document) -> Case:
         mask=mask,
         truncated=torch.tensor(given.truncated or [False] * size, dtype=torch.bool),
         advantages=_given_advantages(given, mask),
+        has_rewards=given.rewards is not None or bool(given.components),
         state=_state(given, names),
     )
 

@@ -15,6 +15,7 @@ from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.ratios import calibrated_delta, infinite_tokens, log_ratio
 from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_size import effective_share, rate_factor
+from grpo_megatron.config.objective import ONE_TERM_A_SEQUENCE, ObjectiveConfig
 from grpo_megatron.config.passes import loss_columns
 from grpo_megatron.errors import DataError
 
@@ -90,7 +91,13 @@ def _margins(batch: SampleBatch, columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
-    """Return what `objective eval` prints: loss, its gradient by log-probs, advantages, metrics."""
+    """Return what `objective eval` prints: loss, its gradient by log-probs, advantages, metrics.
+
+    Raises DataError where the case lacks what the objective reads, or has what it cannot use."""
+    if case.advantages is None:
+        _require_plain_dropped_rewards(objective.config, case)
+    else:
+        _require_use_of_given_advantages(objective.config, case, case.advantages)
     batch = case.batch.without_truncated(case.truncated, objective.config.overlong)
     found = evaluate(
         objective,
@@ -176,6 +183,65 @@ def _require_columns(
             where="case",
             remedy=f"objective {o.preset} needs {', '.join(missing)}",
         )
+
+
+def _require_plain_dropped_rewards(o: ObjectiveConfig, case: Case) -> None:
+    """Raise DataError, as rules do in training, for shaped rewards beside dropped ones."""
+    counts_dropped = o.advantage_std == "batch_raw" and case.batch.dropped is not None
+    if not counts_dropped or o.reward_shaping == "none":
+        return
+    raise DataError(
+        "dropped_rewards are not shaped, and the deviation of all rewards (advantage_std = "
+        f'"batch_raw") would mix them with those that reward_shaping = "{o.reward_shaping}" makes',
+        where="case",
+        remedy="leave dropped_rewards out, set reward_shaping to none, or divide by another "
+        "deviation",
+    )
+
+
+_OF_COMPUTED_ADVANTAGES = ("reward_shaping", "whiten", "shaping", "advantage_clip")
+"""Settings by which the objective makes advantages, which given ones replace."""
+
+
+def _require_use_of_given_advantages(
+    o: ObjectiveConfig, case: Case, advantages: Advantages
+) -> None:
+    """Raise DataError for settings that would do nothing, or something else, beside advantages that
+    the case gives itself."""
+    if advantages.per_token and o.ratio in ONE_TERM_A_SEQUENCE:
+        raise DataError(
+            f"advantages differ from token to token, one {o.ratio} ratio cannot carry them",
+            where="case",
+            remedy="give one advantage per sample, or set ratio to sequence_token or token",
+        )
+    replaced = [name for name in _OF_COMPUTED_ADVANTAGES if o.sets(name)]
+    if o.kl == "reward_k1":
+        replaced += [name for name in ("kl", "kl_beta") if o.sets(name)]
+    if replaced:
+        raise DataError(
+            f"advantages are used as the case gives them: {', '.join(replaced)} would do nothing",
+            where="case",
+            remedy="give rewards in place of advantages, or leave the setting out",
+        )
+    for reader in _readers_of_rewards(o, knows_correct=case.batch.correct is not None):
+        if not case.has_rewards:
+            raise DataError(
+                f"{reader} reads rewards, and the case gives advantages alone",
+                where="case",
+                remedy="give rewards too: advantages stay those of the case",
+            )
+
+
+def _readers_of_rewards(o: ObjectiveConfig, *, knows_correct: bool) -> list[str]:
+    """Return what reads rewards beside the advantages. knows_correct: the case has `correct`."""
+    readers = []
+    if o.subset in ("token_efficiency", "adaptive"):
+        readers.append(f'subset = "{o.subset}"')
+    if o.positive_nll_weight > 0 and not knows_correct:
+        readers.append("positive_nll_weight")
+    if o.preference_weight > 0:
+        readers.append("preference_weight")
+    return readers
 
 
 def _ragged(values: Tensor, case: Case) -> list[list[float]]:

@@ -57,6 +57,8 @@ TOKEN_LEVEL = (
     "gae",
 )  # advantages differ from token to token
 OF_TURNS = ("gagpo", "gigpo")  # advantages that are made of turns
+ONE_TERM_A_SEQUENCE = ("sequence_geo", "sequence_product", "sequence_mean")
+"""Ratios that cannot carry advantages of tokens."""
 TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
 
 
@@ -474,6 +476,12 @@ class ObjectiveConfig(Strict):
             or self.shaping in TOKEN_SHAPINGS
             or self.kl == "reward_k1"
         )
+
+    def sets(self, name: str) -> bool:
+        """Whether a setting is another than that of the preset."""
+        usual = type(self).model_fields[name].default
+        usual = PRESETS[self.preset].values.get(name, usual)
+        return bool(getattr(self, name) != usual)
 
     def for_domain(self, own: DomainObjective | None) -> Self:
         """The objective of a domain with values of its `own`."""

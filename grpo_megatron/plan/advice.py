@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config.objective import (
-    PRESETS,
     SETTINGS_OF_CHOICES,
     SETTINGS_OF_WEIGHTS,
     ObjectiveConfig,
@@ -159,7 +158,7 @@ def _settings_without_effect(
                 for key in _keys_that_set(objective, own, name):
                     yield _without_effect(key, axis, chosen, choices, instead)
     for name, weight in SETTINGS_OF_WEIGHTS.items():
-        if getattr(objective, weight) == 0 and _is_set(objective, name):
+        if getattr(objective, weight) == 0 and objective.sets(name):
             yield Violation(
                 f"objective.{name}",
                 f"it has no effect: nothing reads it while {weight} is 0",
@@ -188,19 +187,12 @@ def _keys_that_set(
 ) -> list[str]:
     """Return the keys by which a setting is another than that of the preset."""
     keys = []
-    if _is_set(objective, name):
+    if objective.sets(name):
         keys.append(f"objective.{name}")
     for table, values in own.items():
         if name in values:
             keys.append(f"{table}.{name}")
     return keys
-
-
-def _is_set(objective: ObjectiveConfig, name: str) -> bool:
-    """Whether a setting is another than that of the preset."""
-    usual = ObjectiveConfig.model_fields[name].default
-    usual = PRESETS[objective.preset].values.get(name, usual)
-    return bool(getattr(objective, name) != usual)
 
 
 @ADVICE.rule("rounded_samples")

@@ -372,6 +372,53 @@ def test_bad_cases_are_named(case, place, said):
     assert place in str(caught.value) and said in str(caught.value)
 
 
+GIVEN = {"logprobs": [[-1.0, -0.5], [-2.0]], "advantages": [1.0, -1.0]}
+OF_TOKENS = {**GIVEN, "advantages": [[1.0, 0.5], [-1.0]]}
+BESIDE_ADVANTAGES = [
+    ("grpo", ["whiten=samples"], GIVEN, "whiten would do nothing"),
+    ("grpo", ["shaping=eda"], GIVEN, "shaping would do nothing"),
+    ("grpo", ["reward_shaping=per_token"], GIVEN, "reward_shaping would do nothing"),
+    ("grpo", ["advantage_clip=0.5"], GIVEN, "advantage_clip would do nothing"),
+    ("grpo", ["kl=reward_k1", "kl_beta=0.1"], GIVEN, "kl, kl_beta would do nothing"),
+    ("grpo", ["preference_weight=1"], GIVEN, "preference_weight reads rewards"),
+    ("grpo", ["positive_nll_weight=1"], GIVEN, "positive_nll_weight reads rewards"),
+    ("gfpo", ["subset=token_efficiency"], GIVEN, 'subset = "token_efficiency" reads rewards'),
+    ("gfpo", ["subset=adaptive"], GIVEN, 'subset = "adaptive" reads rewards'),
+    ("gspo", [], OF_TOKENS, "one sequence_geo ratio cannot carry them"),
+]
+
+
+@pytest.mark.parametrize(("preset", "overrides", "case", "said"), BESIDE_ADVANTAGES)
+def test_what_given_advantages_would_switch_off_is_refused(preset, overrides, case, said):
+    with pytest.raises(DataError, match="advantages") as caught:
+        evaluated(preset, overrides, **case)
+    assert said in str(caught.value)
+
+
+def test_rewards_beside_given_advantages_are_for_what_else_reads_them():
+    plain = evaluated("grpo", **GIVEN)
+    rewarded = {**GIVEN, "rewards": [0.2, 0.7]}
+    found = evaluated("grpo", ["positive_nll_weight=1"], **rewarded)
+    assert found["advantages"] == plain["advantages"]
+    assert found["loss"] - plain["loss"] == pytest.approx(2.0)  # of the second sample
+    with_correct = evaluated("grpo", ["positive_nll_weight=1"], **GIVEN, correct=[0, 1])
+    assert with_correct["loss"] == found["loss"]
+    rewarded["ref_logprobs"] = rewarded["logprobs"]
+    preferred = evaluated("grpo", ["preference_weight=1"], **rewarded)
+    assert preferred["loss"] - plain["loss"] == pytest.approx(math.log(2))
+    # what a preset makes of rewards is replaced as a whole
+    for preset in ("gdpo", "edge_grpo"):
+        assert evaluated(preset, **GIVEN)["advantages"] == plain["advantages"]
+
+
+def test_dropped_rewards_are_refused_beside_shaped_ones():
+    case = {"logprobs": [[-1.0, -0.5], [-2.0]], "rewards": [1, 0], "dropped_rewards": {"all": [1]}}
+    settings = ["advantage_std=batch_raw"]
+    assert evaluated("lite_ppo", settings, **case)["loss"]
+    with pytest.raises(DataError, match="dropped_rewards are not shaped"):
+        evaluated("lite_ppo", [*settings, "reward_shaping=per_token"], **case)
+
+
 def test_missing_columns_and_files_are_named(tmp_path):
     for preset, column in (("edge_grpo", "entropies"), ("deepseekmath", "ref_logprobs")):
         case = {k: v for k, v in BASE.items() if k not in ("entropies", "ref_logprobs")}

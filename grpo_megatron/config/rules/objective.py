@@ -2,6 +2,7 @@
 
 from grpo_megatron.config.objective import (
     OF_TURNS,
+    ONE_TERM_A_SEQUENCE,
     PRESETS,
     TOKEN_LEVEL,
     BatchConfig,
@@ -15,7 +16,6 @@ OBJECTIVE_RULES = RuleSet()
 BATCH_RULES = RuleSet()
 """Of runs that take steps; their checks take the objective and the batch."""
 
-_ONE_TERM_A_SEQUENCE = ("sequence_geo", "sequence_product", "sequence_mean")
 _WITH_SEQUENCES = ("ppo", "upper", "both", "gmpo", "none", "vespo", "topr")
 """Clips that are defined on ratios of sequences and turns, beside those of tokens."""
 _WITH_PREFIXES = ("ppo", "cispo", "none")
@@ -129,7 +129,7 @@ def only_advantages_of_samples_are_shuffled(objective: ObjectiveConfig) -> Viola
 @OBJECTIVE_RULES.rule("objective")
 def a_sequence_ratio_has_one_advantage(objective: ObjectiveConfig) -> Violation | None:
     """Refuse sequence-level ratios with token-level advantages."""
-    if objective.ratio not in _ONE_TERM_A_SEQUENCE or not objective.token_level:
+    if objective.ratio not in ONE_TERM_A_SEQUENCE or not objective.token_level:
         return None
     return Violation(
         "objective.ratio",
@@ -142,7 +142,7 @@ def a_sequence_ratio_has_one_advantage(objective: ObjectiveConfig) -> Violation 
 @OBJECTIVE_RULES.rule("objective")
 def a_sequence_ratio_has_one_term(objective: ObjectiveConfig) -> Violation | None:
     """Refuse sequence-level ratios in sums over tokens, unless they are allowed."""
-    if objective.ratio not in _ONE_TERM_A_SEQUENCE:
+    if objective.ratio not in ONE_TERM_A_SEQUENCE:
         return None
     if objective.aggregation == "seq_mean_token_mean":
         return None
@@ -255,7 +255,7 @@ def selected_tokens_have_terms_of_their_own(objective: ObjectiveConfig) -> Viola
     """Refuse a choice of tokens where a sequence has one term, whose gradient all tokens share."""
     if objective.top_entropy_share == 1 or objective.clip in _TERMS_OF_TOKENS:
         return None
-    if objective.ratio not in (*_ONE_TERM_A_SEQUENCE, "turn_geo"):
+    if objective.ratio not in (*ONE_TERM_A_SEQUENCE, "turn_geo"):
         return None
     return Violation(
         "objective.top_entropy_share",
@@ -439,7 +439,7 @@ def credit_is_of_tokens(objective: ObjectiveConfig) -> Violation | None:
     """Refuse weights of tokens where a sequence has one term, whose gradient all tokens share."""
     if objective.credit == "none" or objective.clip in _TERMS_OF_TOKENS:
         return None
-    if objective.ratio not in (*_ONE_TERM_A_SEQUENCE, "turn_geo"):
+    if objective.ratio not in (*ONE_TERM_A_SEQUENCE, "turn_geo"):
         return None
     return Violation(
         "objective.credit",
