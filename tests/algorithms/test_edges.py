@@ -149,12 +149,13 @@ def test_samples_zeroed_by_a_mask_still_count_in_the_denominator():
     assert found["metrics"]["rejected/opsm_sample_fraction"] == 0.25
 
 
-def test_opsm_without_a_threshold_is_calibrated_per_domain():
+@pytest.mark.parametrize("scope", ["domain", "global"])
+def test_opsm_without_a_threshold_is_calibrated_per_domain(scope):
     case = variant(
         domains=["a", "a", "b", "b"],
         rollout_logprobs=[[-1.0, -0.5], [-1.98], [-0.3, -0.2, -0.1], [-0.5, -1.0]],
     )
-    metrics = evaluated("deepseek_v3_2", **case)["metrics"]
+    metrics = evaluated("deepseek_v3_2", [f"statistics_scope={scope}"], **case)["metrics"]
     assert metrics["opsm/calibrated_delta@a"] == pytest.approx(5 * 0.02 * 0.99, rel=0.05)
     assert metrics["opsm/calibrated_delta@b"] == 0.5  # bounded
     assert metrics["rejected/opsm_fraction"] == 0
