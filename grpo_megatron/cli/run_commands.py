@@ -120,6 +120,7 @@ def submit(
     from grpo_megatron.launch import slurm
     from grpo_megatron.launch.bindings import (
         SKIP_REMEDY,
+        refuse_other_tokens,
         refuse_unbound_environments,
         refuse_unbound_objective,
         refuse_unbound_rewards,
@@ -142,6 +143,7 @@ def submit(
         refuse_unbound_environments(resolved.config, remedy=SKIP_REMEDY)
         refuse_unset_keys(resolved.config)
     refuse_unreadable_problems(resolved.config)
+    refuse_other_tokens(resolved.config)
     after_jobs = []
     if after:
         after_jobs.append(after)

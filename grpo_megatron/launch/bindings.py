@@ -17,7 +17,7 @@ from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferen
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.step_rows import id_of_step_token
-from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.tokenizer import load_tokenizer, token_with_another_id
 from grpo_megatron.data.tool_calls import AUTO, FORMATS, format_of
 from grpo_megatron.environments.python import refuse_long_programs
 from grpo_megatron.environments.registry import bind
@@ -147,6 +147,31 @@ def refuse_unbound_objective(config: RunConfig) -> None:
 
     Raises ConfigError as the trainer would: no such module or function."""
     import_functions(config.objective)
+
+
+def refuse_other_tokens(config: RunConfig) -> None:
+    """Compare the tokenizers of checkpoints that are asked about the policy's tokens: teachers,
+    references, a critic's first weights. Those that are not on this machine, or not there yet, are
+    left out.
+
+    Raises DataError for the first that has another id for a token."""
+    with tokenizer_directory(config.model) as directory:
+        if directory is None:
+            return
+        for key, path in config.input_paths.items():
+            is_checkpoint = key.endswith((".reference", "critic.path")) or ".teachers." in key
+            if not is_checkpoint or not path.is_dir():
+                continue
+            found = token_with_another_id(path, directory)
+            if found is None:
+                continue
+            token, their_id, our_id = found
+            raise DataError(
+                f"{key}: its tokenizer has the id {their_id} for {token!r}, the policy's {our_id}",
+                where=str(path / "tokenizer.json"),
+                remedy="give a checkpoint with the policy's tokenizer; a teacher with another one "
+                "cannot say what it thinks of the policy's tokens",
+            )
 
 
 def refuse_unreadable_problems(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.launch.bindings import (
+    refuse_other_tokens,
     refuse_unbound_environments,
     refuse_unbound_objective,
     refuse_unbound_rewards,
@@ -38,6 +39,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     refuse_unbound_environments(resolved.config)
     refuse_unset_keys(resolved.config)
     refuse_unreadable_problems(resolved.config)
+    refuse_other_tokens(resolved.config)
     with run_lock(run_dir):
         run_dir.refuse_existing(overwrite=overwrite)  # one that has begun since
         _remove_earlier_run(run_dir)

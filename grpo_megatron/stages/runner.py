@@ -17,6 +17,7 @@ from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
 from grpo_megatron.launch.bindings import (
     SKIP_REMEDY,
+    refuse_other_tokens,
     refuse_unbound_environments,
     refuse_unbound_objective,
     refuse_unbound_rewards,
@@ -200,6 +201,7 @@ def _refuse_what_stages_lack(graph: Graph, records: Records, *, check_rewards: b
                 refuse_unset_keys(config)
             if all(records.state(parent) is State.DONE for parent in stage.parents):
                 refuse_unreadable_problems(config)
+                refuse_other_tokens(config)
         except GrpoMegatronError as error:
             error.where = f"stage {name}, {error.where}"
             raise

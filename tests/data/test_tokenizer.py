@@ -15,7 +15,7 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.prompts import load_prompts, load_splits
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
-from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.tokenizer import load_tokenizer, token_with_another_id
 from grpo_megatron.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -171,3 +171,25 @@ def test_transformers_reads_the_tiny_model(tiny_model, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     logits = model(torch.tensor([tokenizer.encode("1+1=")])).logits
     assert logits.shape == (1, 4, VOCABULARY)
+
+
+def test_tokens_are_compared_by_their_ids(tmp_path):
+    """A tokenizer that lacks a token of the other one, and a missing one, differ in nothing."""
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
+    for directory in (ours, theirs):
+        write_tiny_model(directory, load_preset("tiny-qwen3-moe"))
+    assert token_with_another_id(theirs, ours) is None
+    file = theirs / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    del vocabulary[last]
+    file.write_text(json.dumps(tokenizer))
+    assert token_with_another_id(theirs, ours) is None
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    token, their_id, our_id = token_with_another_id(theirs, ours)
+    assert token in "ab" and their_id == vocabulary[token] != our_id
+    file.unlink()
+    assert token_with_another_id(theirs, ours) is None

@@ -199,6 +199,39 @@ def test_nothing_starts_with_a_chat_template_that_refuses(
     assert not (tmp_path / "here").exists()
 
 
+DISTIL = ("kind=distil", "num_steps=1", "cold_start=null")
+
+
+@pytest.mark.parametrize("command", ["train", "submit"])
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("distillation.teachers.0.path", [*DISTIL, "distillation={teachers=[{path='other'}]}"]),
+        ("domains.0.reference", ["objective.kl=k3", "objective.kl_beta=0.1"]),
+    ],
+)
+def test_nothing_starts_with_a_teacher_of_other_tokens(
+    queued, tmp_path, capsys, command, key, settings
+):
+    """Two tokens have changed places."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    model = write_model(tmp_path / "model", None)
+    write_tiny_model(tmp_path / "other", load_preset("tiny-qwen3-moe"))
+    file = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    site = ["--site", "bare"] if command == "submit" else []
+    settings = [*FROM_FILE, *model, *settings, f"{key}=other", "runs_dir=here"]
+    assert main([command, RECIPE, *site, *settings]) == 4
+    said = capsys.readouterr().err
+    assert f"{key}: its tokenizer has the id" in said
+    assert f"{vocabulary['a']} for 'a'" in said or f"{vocabulary['b']} for 'b'" in said
+    assert queued == []
+    assert not (tmp_path / "here").exists()
+
+
 def test_only_the_first_row_is_read(queued, tmp_path):
     """The controller reads them all, when it starts."""
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\nnot JSON\n')
