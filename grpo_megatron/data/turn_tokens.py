@@ -166,6 +166,21 @@ class TurnTokens:
                     return extension
         return self._restart(state, sampled, all_rendered[0], turn)
 
+    def refusal_of_calls(
+        self, state: TurnState, sampled_ids: Sequence[int], reply: Message
+    ) -> DataError | None:
+        """Return why there is no request behind `reply`, as of `after`, once each of its calls has
+        a result; None: there is one. What the policy calls is not known before it is sampled, and
+        templates refuse some of it: several calls in one turn, ids of another length."""
+        results: list[Message] = []
+        for call in reply.get("tool_calls") or ():
+            results.append({"role": "tool", "name": call["function"]["name"], "content": "0"})
+        try:
+            self.after(state, sampled_ids, reply, results)
+        except DataError as error:
+            return error
+        return None
+
     def forms(self, reply: Message) -> list[Message]:
         """Return the reply as the template may want it, in the order in which forms are tried."""
         return reply_forms(reply, splits_thoughts=self._splits_thoughts)

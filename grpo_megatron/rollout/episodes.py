@@ -20,6 +20,7 @@ from grpo_megatron.environments.protocol import (
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
+from grpo_megatron.rollout.tool_parsers import with_refused_calls
 from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
 from grpo_megatron.types import Completion, Problem
 
@@ -129,6 +130,10 @@ class _Episode:
         sampled_ids = sampled.token_ids.tolist()
         text = self._turns.reply_text(self._state, sampled_ids)
         read = self._player.read_reply(text, self._tools, self._num_turns)
+        if read.reply.tool_calls:
+            refusal = self._turns.refusal_of_calls(self._state, sampled_ids, read.message)
+            if refusal is not None:  # told to the policy: the environment makes none of them
+                read = with_refused_calls(text, refusal.message)
         step = await self._environment.step(read.reply)
         progress.advance()
         self._builder.judge_turn(step.reward, spoilt=step.spoilt)

@@ -31,6 +31,7 @@ _PARSERS = ("vllm.tool_parsers", "vllm.parser")
 """Loggers that print a traceback for every malformed call."""
 _FAMILIES_WITH_IDS = ("kimi_k2", "mistral")
 """Formats in which the policy writes the id of a call."""
+_MISTRAL_ID_LENGTH = 9
 _GLM_NAME = re.compile(r"<tool_call>\s*+([^\s<{]++)\s*+(?=<arg_key>|</tool_call>)")
 """A name in front of arguments; a call that is JSON has none."""
 _DEEPEST = 100
@@ -170,7 +171,8 @@ class ToolCallReader:
             )
 
     def _written_ids(self, answer: str) -> dict[int, str]:
-        """Return ids by the number of their call, where the policy has written a list with ids."""
+        """Return ids by the number of their call, where the policy has written a list with ids.
+        Those that Mistral's templates refuse are left out."""
         if self.format_name != "mistral":
             return {}
         try:
@@ -180,8 +182,11 @@ class ToolCallReader:
         ids = {}
         if isinstance(written, list):
             for number, call in enumerate(written):
-                if isinstance(call, Mapping) and isinstance(call.get("id"), str):
-                    ids[number] = call["id"]
+                call_id = None
+                if isinstance(call, Mapping):
+                    call_id = call.get("id")
+                if isinstance(call_id, str) and len(call_id) == _MISTRAL_ID_LENGTH:
+                    ids[number] = call_id
         return ids
 
     def _unreadable_text(self, error: _Malformed) -> str:
@@ -246,6 +251,12 @@ def _stable_id(format_name: str, call_id: str | None) -> str | None:
     if format_name == "kimi_k2" and call_id and ":" in call_id:
         return call_id
     return None
+
+
+def with_refused_calls(text: str, why: str) -> ReadReply:
+    """Return a reply whose calls were read and cannot be made, as one whose calls could not be
+    read: `Reply.error` says why, and the message has the text as it is."""
+    return _without_calls(text, f"the call cannot be made: {why}")
 
 
 def _without_calls(text: str, error: str | None) -> ReadReply:

@@ -10,13 +10,24 @@ import openai
 import pytest
 
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.turn_tokens import TurnTokens
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.conversation_session import ConversationSession
 from grpo_megatron.rollout.door import LARGEST_BODY, Door
+from grpo_megatron.rollout.turn_sampler import TurnSampler
 from grpo_megatron.types import require_sound
-from tests.rollout.scripted import CALL, TOOL, Policy, limits, require_as_sampled, sampler_of
+from tests.rollout.scripted import (
+    CALL,
+    TOOL,
+    Policy,
+    limits,
+    read_reply,
+    require_as_sampled,
+    sampler_of,
+)
 
 QUESTION = {"role": "user", "content": "12*34"}
 
@@ -216,6 +227,24 @@ def test_what_is_refused_is_named(tokenizer, sampler, fields, param, words):
         await client.chat.completions.create(model="x", messages=[QUESTION])
 
     assert len(through(policy, sampler, program).turns) == 1
+
+
+def test_a_call_that_the_template_refuses_is_an_error_of_the_request(tokenizer, sampler):
+    policy = Policy(tokenizer, "a")
+
+    async def program(client, opened):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        messages = [QUESTION, {"role": "assistant", "tool_calls": [call] * 2}]
+        with pytest.raises(openai.BadRequestError, match="one call at once"):
+            await client.chat.completions.create(model="x", messages=messages)
+        assert not opened.failure.done()
+
+    def turn_tokens(tools):
+        refuses = "{% if messages[-1].tool_calls %}{{ raise_exception('one call at once') }}"
+        return TurnTokens(tokenizer, ChatTemplate(refuses + "{% endif %}", {}, "x"))
+
+    guarded = TurnSampler(turn_tokens=turn_tokens, read_reply=read_reply, decode=tokenizer.decode)
+    assert through(policy, guarded, program) is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.turn_proof import prove
@@ -52,9 +53,14 @@ def read_reply(text: str, tools, turn: int) -> ReadReply:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     write_tiny_model(directory, load_preset("tiny-qwen3-moe-agent"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
     return load_tokenizer(directory)
 
 
@@ -88,9 +94,18 @@ class Script:
         ]
 
 
-def play(tokenizer, script: Script, environment, problem=PROBLEM, limits=LIMITS, turns_seed=None):
+def play(
+    tokenizer,
+    script: Script,
+    environment,
+    problem=PROBLEM,
+    limits=LIMITS,
+    turns_seed=None,
+    template=None,
+    read_reply=read_reply,
+):
     def turn_tokens(tools):
-        turns = TurnTokens(tokenizer, tokenizer.chat_template, tools=tools)
+        turns = TurnTokens(tokenizer, template or tokenizer.chat_template, tools=tools)
         prove(turns)
         return turns
 
@@ -266,3 +281,54 @@ def test_the_environment_cannot_write_markers(tokenizer):
     markers = [tokenizer.token_text(token) for token in found.token_ids.tolist()]
     assert markers.count("<|assistant|>") == 1
     assert len(found.turns) == 2
+
+
+def with_guard(directory, guard: str) -> ChatTemplate:
+    """The chat template of a model, which refuses what `guard` raises for a message `m`."""
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    source = config["chat_template"]
+    return ChatTemplate(f"{{% for m in messages %}}{guard}{{% endfor %}}{source}", {}, "guarded")
+
+
+ONE_CALL = (
+    "{% if m.tool_calls and m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at once') }}{% endif %}"
+)
+
+
+def read_calls(text: str, tools, turn: int) -> ReadReply:
+    """Of several calls in one turn."""
+    written = re.findall(r"(?s)<tool_call>\n(.*?)\n</tool_call>", text)
+    calls = [json.loads(call) for call in written]
+    if not calls:
+        return ReadReply(Reply(text), {"role": "assistant", "content": text})
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
+    read = tuple(ToolCall(call["name"], call["arguments"]) for call in calls)
+    return ReadReply(Reply("", read), message)
+
+
+def test_calls_that_the_template_refuses_are_malformed(tokenizer, directory):
+    template = with_guard(directory, ONE_CALL)
+
+    class Watched(Calculator):
+        replies: list[Reply] = []
+
+        async def step(self, reply: Reply) -> Step:
+            self.replies.append(reply)
+            return await super().step(reply)
+
+    environment = Watched()
+    script = Script(tokenizer, CALL + CALL, CALL, "408")
+    found = play(tokenizer, script, environment, template=template, read_reply=read_calls)
+    first, second, _ = environment.replies
+    assert first.tool_calls == () and first.text == CALL + CALL
+    assert "one call at once" in first.error and len(second.tool_calls) == 1
+    assert found.outcome == 1.0 and len(found.turns) == 3
+    assert found.outcome_metrics == {"tool_calls": 2, "tool_errors": 1}
+    # what was sampled stands in the history as it was, and the error is the user's
+    text = whole_text(tokenizer, found)
+    assert CALL + CALL + "<|end|><|user|>error: the call cannot be made: " in text

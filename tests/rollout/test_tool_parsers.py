@@ -77,6 +77,10 @@ def test_ids_are_those_that_the_policy_wrote(directories):
     assert read.reply.tool_calls[0].id == "functions.search:3"
     read = reader_of(directories["mistral"]).read(CALLS["mistral"], TOOLS, turn=1)
     assert read.reply.tool_calls[0].id == "abcdefghi"
+    for wrong in ("abc", "", "abcdefghij"):
+        text = CALLS["mistral"].replace("abcdefghi", wrong)
+        read = reader_of(directories["mistral"]).read(text, TOOLS, turn=1)
+        assert read.reply.tool_calls[0].id == "t0001c000"
     two = "<tool_call>{}</tool_call>".replace("{}", JSON_CALL) * 2
     read = reader_of(directories["qwen3"]).read(two, TOOLS, turn=12)
     assert [call.id for call in read.reply.tool_calls] == ["t0012c000", "t0012c001"]
