@@ -33,11 +33,11 @@ from grpo_megatron.errors import ConfigError, DataError, EpisodeError, SetupErro
 from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
-from grpo_megatron.rollout.episodes import EpisodeSeeds
+from grpo_megatron.rollout.episodes import EpisodePlayer, EpisodeSeeds
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
-from grpo_megatron.rollout.turn_sampler import TurnSampler
+from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
 from grpo_megatron.types import Completion, Problem, Prompt
 
 Say = Callable[[str], None]
@@ -101,7 +101,9 @@ async def _play_in_environment(
         def open_environment(name: str) -> Environment:
             return _Watched(host.environment(name), table)
 
-        [domain] = episode_domains(config, table.tokenizer, directory, open_environment).values()
+        [domain] = episode_domains(
+            config, table.tokenizer, directory, open_environment, _NeedsRoom
+        ).values()
         found = await domain.play(table.ask, prompt, *_episode(config, prompt))
     table.show_end(found, "the environment")
 
@@ -174,9 +176,23 @@ class _TellsTools(TurnSampler):
             tools=tools,
         )
 
-    async def stand_in(self, ask: Ask, question: str, seed: int | None) -> SequenceBuilder:
+    async def stand_in(
+        self, ask: Ask, question: str, seed: int | None, limits: EpisodeLimits
+    ) -> SequenceBuilder:
         """Raise _NoTurnError: a person replies to requests alone."""
         raise _NoTurnError
+
+
+class _NeedsRoom(EpisodePlayer):
+    """Plays no episode that cannot begin."""
+
+    def found_no_room(self, problem: Problem, told: str) -> None:
+        """Raise EpisodeError."""
+        raise EpisodeError(
+            f"the episode has no turn: {told}",
+            where="[rollout] max_model_len, [trainer] max_tokens_per_microbatch",
+            remedy="raise them, or choose another --prompt",
+        )
 
 
 def _without_haste(config: RunConfig, domain: DomainConfig) -> RunConfig:

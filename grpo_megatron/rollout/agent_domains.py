@@ -76,8 +76,9 @@ class AgentDomain:
         often; DataError where the tokens of turns cannot be proved; and what `ask` raises."""
         self._failures.check()
         self._sampler.turn_tokens(())  # a template that cannot be proved is no program's fault
+        limits = self._limits(max_tokens)
         async with self._free:
-            session = ConversationSession(ask, self._sampler, self._limits(max_tokens), seeds.turns)
+            session = ConversationSession(ask, self._sampler, limits, seeds.turns)
             with self._door.serving(session) as opened:
                 result = await self._result(opened, prompt, seeds)
         found = session.completion(result.outcome, is_spoilt=result.is_failed)
@@ -85,7 +86,7 @@ class AgentDomain:
             return found
         if not result.is_failed:
             self._failed("the program asked for no turn")
-        builder = await self._sampler.stand_in(ask, prompt.question, seeds.turns)
+        builder = await self._sampler.stand_in(ask, prompt.question, seeds.turns, limits)
         stand_in = self._sampler.sequence(builder, "stop")
         return replace(stand_in, outcome=math.nan)
 

@@ -69,10 +69,12 @@ class _Domains:
         self._tokenizer_directory = tokenizer_directory
         self._open_environment = open_environment
 
-    def of_environment(self, domain: DomainConfig, settings: EnvironmentConfig) -> EpisodeDomain:
+    def of_environment(
+        self, domain: DomainConfig, settings: EnvironmentConfig, player: type[EpisodePlayer]
+    ) -> EpisodeDomain:
         """The environment replies."""
         return EpisodeDomain(
-            self._sampler(EpisodePlayer, domain, settings),
+            self._sampler(player, domain, settings),
             partial(self._limits, settings),
             partial(self._open_environment, domain.name),
         )
@@ -147,15 +149,16 @@ def episode_domains(
     tokenizer: TextTokenizer,
     tokenizer_directory: Path,
     open_environment: OpenEnvironment,
+    player: type[EpisodePlayer] = EpisodePlayer,
 ) -> dict[str, EpisodeDomain]:
     """Return the domains of `config` that have an environment, by name.
 
-    tokenizer_directory: where the tokenizer was loaded from."""
+    tokenizer_directory: where the tokenizer was loaded from; player: what plays their episodes."""
     make = _Domains(config, tokenizer, tokenizer_directory, open_environment)
     found = {}
     for domain in config.domains:
         if domain.environment is not None:
-            found[domain.name] = make.of_environment(domain, domain.environment)
+            found[domain.name] = make.of_environment(domain, domain.environment, player)
     return found
 
 

@@ -3,9 +3,11 @@
 Each turn is one completion behind all tokens so far (`rollout.segments`). What was sampled is never
 decoded and encoded again (`data.turn_tokens`)."""
 
+import logging
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_megatron import progress
 from grpo_megatron.data.conversation import MESSAGES
@@ -17,6 +19,7 @@ from grpo_megatron.environments.protocol import (
     Step,
     Unscorable,
 )
+from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
@@ -24,7 +27,12 @@ from grpo_megatron.rollout.tool_parsers import with_refused_calls
 from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
 from grpo_megatron.types import Completion, Problem
 
+logger = logging.getLogger(__name__)
+
 _UNSCORABLE = Outcome(math.nan)
+_MOST_LOGGED = 50
+_MOST_WITHOUT_ROOM = 256
+"""Problems whose episodes cannot begin, without one that begins in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,14 @@ class EpisodeSeeds:
 
 
 class EpisodePlayer(TurnSampler):
-    """Plays the episodes of one domain with its environments."""
+    """Plays the episodes of one domain with its environments. Arguments are those of
+    `TurnSampler`."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self._without_room: set[str] = set()
+        """Questions of the last episodes, none of which could begin."""
+        self._num_logged = 0
 
     async def play(
         self,
@@ -50,14 +65,33 @@ class EpisodePlayer(TurnSampler):
     ) -> Completion:
         """Play one episode; all sequences have `answered_ids`.
 
-        One that cannot be scored has an outcome of NaN. Raises DataError where the tokens of a turn
-        cannot be proved; and what `ask` raises."""
+        One that cannot be scored has an outcome of NaN: its environment fails, or begins it with
+        more than the engine takes. Raises DataError where the tokens of a turn cannot be proved, or
+        no episode finds room to begin; and what `ask` raises."""
         episode = _Episode(self, ask, environment, problem, seeds, limits)
         try:
             await episode.play()
         finally:
             await environment.close()
         return episode.completion()
+
+    def found_room(self) -> None:
+        """An episode begins."""
+        self._without_room.clear()
+
+    def found_no_room(self, problem: Problem, told: str) -> None:
+        """An episode cannot begin, for the reason `told`. Raises DataError where that is so for one
+        problem after the other."""
+        self._without_room.add(problem.question)
+        if len(self._without_room) >= _MOST_WITHOUT_ROOM:
+            raise DataError(
+                f"none of {len(self._without_room)} episodes in a row can begin; the last: {told}",
+                where="[rollout] max_model_len, [trainer] max_tokens_per_microbatch",
+                remedy="raise them, or have the environment say less in front of the first turn",
+            )
+        self._num_logged += 1
+        if self._num_logged <= _MOST_LOGGED:
+            logger.warning("an episode cannot be scored: %s", told)
 
 
 class _Episode:
@@ -98,6 +132,13 @@ class _Episode:
             return
         self._outcome = observation.outcome
         self._begin(observation)
+        if self._room_behind(self._state, 0) < 1:
+            self._finish_reason = "stop"
+            self._outcome = _UNSCORABLE
+            self._player.found_no_room(self._problem, self._told_length())
+            await self._sample_unscorable()
+            return
+        self._player.found_room()
         try:
             while await self._take_turn():
                 pass
@@ -188,7 +229,15 @@ class _Episode:
         room = self._room_behind(self._state, 0)
         if self._limits.turn_tokens is not None:
             room = min(room, self._limits.turn_tokens)
-        return max(room, 1)
+        return room
+
+    def _told_length(self) -> str:
+        """Return why no token fits behind the first request."""
+        told = f"its first request has {len(self._state.token_ids)} tokens"
+        most = self._limits.max_sequence
+        if most == self._limits.max_model_len:
+            return f"{told}, and the engine takes {most} with the reply (max_model_len)"
+        return f"{told}, and {most} can be trained at once (trainer.max_tokens_per_microbatch)"
 
     def _room_behind(self, state: TurnState, num_between: int, num_ended: int = 0) -> int:
         """num_ended: tokens of a sequence that ends before this request."""
@@ -207,7 +256,7 @@ class _Episode:
 
     async def _sample_unscorable(self) -> None:
         self._builder = await self._player.stand_in(
-            self._ask, self._problem.question, self._turn_seed()
+            self._ask, self._problem.question, self._turn_seed(), self._limits
         )
 
     def _turn_seed(self) -> int | None:

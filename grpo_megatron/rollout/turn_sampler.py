@@ -37,6 +37,13 @@ class EpisodeLimits:
     """Of all sequences together, with what they answer: a micro-batch must hold them. None: no
     matter."""
 
+    @property
+    def max_sequence(self) -> int:
+        """Tokens of one sequence at most, with what it answers."""
+        if self.recorded_tokens is None:
+            return self.max_model_len
+        return min(self.max_model_len, self.recorded_tokens)
+
 
 async def _load_nothing(_: Sequence[ToolSchema]) -> None:
     """What needs no parsers is ready."""
@@ -104,13 +111,17 @@ class TurnSampler:
             loading.cancel()
         return sampled
 
-    async def stand_in(self, ask: Ask, question: str, seed: int | None) -> SequenceBuilder:
-        """Return a sequence of one token behind the question, for an episode that had no turn: it
-        has neither reward nor loss. Errors as of `turn_tokens` and `sample`."""
+    async def stand_in(
+        self, ask: Ask, question: str, seed: int | None, limits: EpisodeLimits
+    ) -> SequenceBuilder:
+        """Return a sequence of one token behind the question, or behind as much of it as fits, for
+        an episode that had no turn: it has neither reward nor loss. Errors as of `turn_tokens` and
+        `sample`."""
         asked: Message = {"role": "user", "content": question}
         state = self.turn_tokens(()).begin([asked], from_environment=True)
-        builder = SequenceBuilder(state.token_ids)
-        sampled = await self.sample(ask, state.token_ids, max_tokens=1, seed=seed, routes_from=0)
+        token_ids = state.token_ids[: limits.max_sequence - 1]
+        builder = SequenceBuilder(token_ids)
+        sampled = await self.sample(ask, token_ids, max_tokens=1, seed=seed, routes_from=0)
         builder.add_turn(sampled, "")
         builder.judge_turn(math.nan, spoilt=True)
         return builder

@@ -129,6 +129,13 @@ def test_a_limit_ends_the_episode(play):
     )
 
 
+def test_an_episode_without_room_for_a_turn_is_named(play):
+    code, text, error = play("1\n", "rollout.max_model_len=30", "rollout.max_new_tokens=8")
+    assert code == 12 and "[turn" not in text
+    assert "the episode has no turn: its first request has " in error
+    assert "(max_model_len)" in error and "another --prompt" in error
+
+
 def test_a_turn_that_is_too_long_is_cut(play):
     environment = GUESS.replace("{ name", "{ turn_tokens = 3, name")
     code, text, _ = play("0000001\n\n1\n", environment=environment)

@@ -26,6 +26,7 @@ from grpo_megatron.environments.protocol import (
     ToolCall,
     Unscorable,
 )
+from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.episodes import EpisodeLimits, EpisodePlayer, EpisodeSeeds
 from grpo_megatron.rollout.tool_parsers import ReadReply
 from grpo_megatron.types import Completion, Problem, VersionSpan, require_sound
@@ -281,6 +282,61 @@ def test_the_environment_cannot_write_markers(tokenizer):
     markers = [tokenizer.token_text(token) for token in found.token_ids.tolist()]
     assert markers.count("<|assistant|>") == 1
     assert len(found.turns) == 2
+
+
+class Verbose(Patient):
+    """Begins questions that are long with more than fits."""
+
+    async def reset(self, problem: Problem, seed: int) -> Observation:
+        said = problem.question * (100 if problem.question.startswith("9") else 1)
+        return Observation(({"role": "user", "content": said},), outcome=Outcome(1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({}, "max_model_len"), ({"recorded_tokens": 300}, "max_tokens_per_microbatch")],
+)
+def test_an_episode_without_room_to_begin_cannot_be_scored(tokenizer, caplog, changes, words):
+    limits = replace(LIMITS, **changes)
+    environment = Verbose()
+    script = Script(tokenizer, "12345")
+    found = play(tokenizer, script, environment, Problem("987654", ""), limits)
+    assert np.isnan(found.outcome) and not found.truncated and environment.closed == 1
+    assert [turn.spoilt for turn in found.turns] == [True] and found.num_tokens == 1
+    assert "its first request has 60" in caplog.text and words in caplog.text
+    [(asked, settings)] = script.asked
+    assert len(asked) < 20 and settings["max_tokens"] == 1
+
+
+def test_the_stand_in_of_a_question_that_does_not_fit_is_a_part_of_it(tokenizer):
+    script = Script(tokenizer, "1")
+    problem = Problem("9" * 600, "")
+    found = play(tokenizer, script, Verbose(), problem)
+    assert len(found.answered_ids) + found.num_tokens == LIMITS.max_model_len
+
+
+def test_episodes_none_of_which_can_begin_stop_the_run(tokenizer, monkeypatch):
+    monkeypatch.setattr("grpo_megatron.rollout.episodes._MOST_WITHOUT_ROOM", 3)
+
+    def turn_tokens(tools):
+        return TurnTokens(tokenizer, tokenizer.chat_template, tools=tools)
+
+    player = EpisodePlayer(turn_tokens=turn_tokens, read_reply=read_reply, decode=tokenizer.decode)
+
+    def play_one(question):
+        script = Script(tokenizer, "408")
+        problem = Problem(question, "")
+        return asyncio.run(player.play(script, Verbose(), problem, EpisodeSeeds(7, None), LIMITS))
+
+    for _ in range(5):  # a group of one long problem is one
+        assert np.isnan(play_one("987654").outcome)
+    assert np.isnan(play_one("987653").outcome)
+    assert play_one("12").outcome == 1.0
+    for question in ("987654", "987653"):
+        assert np.isnan(play_one(question).outcome)
+    with pytest.raises(DataError, match="none of 3 episodes in a row can begin") as caught:
+        play_one("987652")
+    assert "max_model_len" in caught.value.where
 
 
 def with_guard(directory, guard: str) -> ChatTemplate:
