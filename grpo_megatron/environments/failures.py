@@ -15,11 +15,13 @@ MAX_SPOILT = 256
 class Failures:
     """How the episodes of a domain end, to stop a run whose environment never works."""
 
-    def __init__(self, domain: str, name: str, log_path: Path):
-        """name: as messages have it, `environment calculator`."""
+    def __init__(self, domain: str, name: str, log_path: Path, *, max_spoilt: int | None = None):
+        """name: as messages have it, `environment calculator`; max_spoilt: instead of
+        `MAX_SPOILT`, 0: any number."""
         self._domain = domain
         self._name = name
         self._log_path = log_path
+        self._max_spoilt = max_spoilt
         self._counts: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
         self._last = ""
@@ -45,22 +47,18 @@ class Failures:
         self._in_a_row[kind] += 1
         self._last = reason
 
-    def count_end(self, step: Step) -> None:
-        """Count an episode that this step has ended, if it has."""
-        if step.spoilt:
-            self.add("spoilt", "the environment says that the episode is spoilt")
-        elif step.done:
-            self.finished()
-
     def add_lost(self) -> None:
         """Count an episode that was lost with its process."""
         self._counts["lost"] += 1
 
     def check(self) -> None:
         """EpisodeError where nothing but failures came, too often."""
-        for kind, most in (("ends", MAX_ENDS), ("spoilt", MAX_SPOILT)):
+        max_spoilt = MAX_SPOILT
+        if self._max_spoilt is not None:
+            max_spoilt = self._max_spoilt
+        for kind, most in (("ends", MAX_ENDS), ("spoilt", max_spoilt)):
             number = self._in_a_row[kind]
-            if number < most:
+            if not most or number < most:
                 continue
             what = f"spoilt {number} episodes"
             if kind == "ends":
@@ -79,3 +77,32 @@ class Failures:
         for kind in ("episodes", "spoilt", "lost", "ends"):
             metrics[f"environment/{self._domain}/{kind}"] = float(self._counts.pop(kind, 0))
         return metrics
+
+
+class EpisodeEnd:
+    """Counts how one episode ends: by its last step, or, where a limit ends it in between, by its
+    close."""
+
+    def __init__(self, failures: Failures):
+        self._failures = failures
+        self._goes_on = False
+        """Whether the last thing that the environment did was to reply."""
+
+    def count(self, step: Step) -> None:
+        """Count the episode if this step has ended it."""
+        self._goes_on = not step.done and not step.spoilt
+        if step.spoilt:
+            self._failures.add("spoilt", "the environment says that the episode is spoilt")
+        elif step.done:
+            self._failures.finished()
+
+    def failed(self) -> None:
+        """The episode was counted as what the environment has failed in."""
+        self._goes_on = False
+
+    def close(self) -> None:
+        """Count the episode as one that ended well if nothing has ended it and its environment has
+        replied (idempotent)."""
+        if self._goes_on:
+            self._failures.finished()
+        self._goes_on = False

@@ -26,7 +26,7 @@ from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.environments.environment_worker import GRACE_S
-from grpo_megatron.environments.failures import Failures
+from grpo_megatron.environments.failures import EpisodeEnd, Failures
 from grpo_megatron.environments.protocol import Observation, Reply, Step, Unscorable
 from grpo_megatron.environments.registry import BoundEnvironment, bind
 from grpo_megatron.environments.served import (
@@ -291,6 +291,7 @@ class HostedEnvironment:
         process.num_episodes += 1  # before others choose
         self._life = await process.start()
         self._process = process
+        self._end = EpisodeEnd(process.failures)
         request = Reset(
             process.next_request(),
             self._episode,
@@ -306,7 +307,7 @@ class HostedEnvironment:
         assert self._process is not None, "reset comes first"
         request = Act(self._process.next_request(), self._episode, reply)
         step = (await self._ask(request, Stepped)).step.step
-        self._process.failures.count_end(step)
+        self._end.count(step)
         return step
 
     async def close(self) -> None:
@@ -315,6 +316,7 @@ class HostedEnvironment:
         self._process = None
         if process is None or process.life != self._life:
             return
+        self._end.close()
         process.num_episodes -= 1
         request = Close(process.next_request(), self._episode)
         with contextlib.suppress(Unscorable):
@@ -326,6 +328,7 @@ class HostedEnvironment:
         try:
             return await process.ask(request, self._life, wanted)
         except Unscorable as error:
+            self._end.failed()
             if process.pid is None or process.life != self._life:
                 process.failures.add_lost()
             else:
@@ -375,9 +378,11 @@ class EnvironmentHost:
                 error.where = f"[[domains]] {domain.name}, {domain.episodes_table}"
                 raise
             name = f"environment {config.name}"
+            max_spoilt = None
             if domain.agent is not None:
                 name = f"agent {domain.agent.function}"
-            failures = Failures(domain.name, name, log_path)
+                max_spoilt = 0  # whoever runs it knows which episodes a limit has ended
+            failures = Failures(domain.name, name, log_path, max_spoilt=max_spoilt)
             self._failures.append(failures)
             self._processes[domain.name] = [
                 EnvironmentProcess(bound, config, failures, log_path)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_megatron import progress
-from grpo_megatron.environments.failures import Failures
+from grpo_megatron.environments.failures import EpisodeEnd, Failures
 from grpo_megatron.environments.protocol import Observation, Reply, Step, Unscorable
 from grpo_megatron.environments.remote import RemoteEnvironment, ServerLost
 from grpo_megatron.types import Problem
@@ -95,6 +95,7 @@ class ServedEnvironment:
 
     def __init__(self, servers: EnvironmentServers):
         self._servers = servers
+        self._end = EpisodeEnd(servers.failures)
         self._file: Path | None = None
         self._remote: RemoteEnvironment | None = None
 
@@ -117,13 +118,15 @@ class ServedEnvironment:
         try:
             step = await self._remote.step(reply)
         except ServerLost:
+            self._end.failed()
             failures.add_lost()
             raise
         except Unscorable as error:
+            self._end.failed()
             failures.add("spoilt", error.reason)
             failures.check()
             raise
-        failures.count_end(step)
+        self._end.count(step)
         return step
 
     async def close(self) -> None:
@@ -131,6 +134,7 @@ class ServedEnvironment:
         remote = self._remote
         if self._file is None or remote is None:
             return
+        self._end.close()
         self._servers.end(self._file)
         self._file = None
         self._remote = None

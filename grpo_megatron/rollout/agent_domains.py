@@ -103,18 +103,24 @@ class AgentDomain:
             reward = await _unless_engines_fail(self._run(problem, client), opened)
         except Unscorable as error:
             if session.is_limited:
-                return _Result(_LIMIT_OUTCOME, False)
+                return self._ended_by_limit(session)
             self._failed(error.reason)
             return _Result(math.nan, True)
         if reward is None:
             if session.is_limited:
-                return _Result(_LIMIT_OUTCOME, False)
+                return self._ended_by_limit(session)
             reward = math.nan
         elif math.isnan(reward):
             return _Result(math.nan, True)
         if session.num_turns:
             self._failures.finished()
         return _Result(reward, False)
+
+    def _ended_by_limit(self, session: ConversationSession) -> _Result:
+        """Return what an episode is worth that its program has not brought to an end."""
+        if session.num_turns:
+            self._failures.finished()
+        return _Result(_LIMIT_OUTCOME, False)
 
     def _failed(self, reason: str) -> None:
         self._failures.add("spoilt", reason)

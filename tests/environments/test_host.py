@@ -399,6 +399,33 @@ def test_one_that_spoils_every_episode_stops_the_run(monkeypatch):
         hosted(work)
 
 
+def test_an_episode_that_a_limit_ends_has_ended_well(monkeypatch):
+    monkeypatch.setattr(failures_module, "MAX_SPOILT", 3)
+
+    async def work(host):
+        for question in ["begin", "raise x"] * 5:
+            with contextlib.suppress(Unscorable):
+                environment, _ = await begun(host, question)
+                await environment.step(Reply("go"))
+                await environment.step(Reply("on"))
+                await environment.close()
+        # none of these has ended well: no turn, one that fails, one that is spoilt
+        idle, _ = await begun(host)
+        await idle.close()
+        for turn in ("raise y", "spoilt"):
+            environment, _ = await begun(host)
+            await environment.step(Reply("go"))
+            with contextlib.suppress(Unscorable):
+                await environment.step(Reply(turn))
+            await environment.close()
+            await environment.close()
+        return host.take_metrics()
+
+    metrics = hosted(work)
+    assert metrics["environment/obedient/episodes"] == 5
+    assert metrics["environment/obedient/spoilt"] == 7
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [

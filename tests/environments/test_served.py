@@ -162,6 +162,9 @@ def test_what_the_environment_does_itself_counts_as_in_a_process(tmp_path):
     async def work():
         async with server(tmp_path, 0):
             host = EnvironmentHost([domain(servers=1)], endpoints=tmp_path)
+            limited, _ = await begun(host)
+            await limited.step(Reply("go"))
+            await limited.close()
             raised, _ = await begun(host)
             reason = await reason_of(raised.step(Reply("raise on purpose")))
             begins = await reason_of(
@@ -172,6 +175,7 @@ def test_what_the_environment_does_itself_counts_as_in_a_process(tmp_path):
     reason, begins, metrics = asyncio.run(work())
     assert reason == "it raised ValueError: on purpose" and begins == "no board"
     assert metrics["environment/obedient/spoilt"] == 2
+    assert metrics["environment/obedient/episodes"] == 1
 
 
 def test_the_role_serves_its_domain_until_it_is_ended(tmp_path):

@@ -20,6 +20,8 @@ async def agent(problem: Problem, client: ClientSettings, *, worth: float = 1.0)
     ) as openai:
         question = {"role": "user", "content": problem.question}
         answer = await openai.chat.completions.create(model=client.model, messages=[question])
+        while problem.question == "on":  # until it is refused
+            await openai.chat.completions.create(model=client.model, messages=[question])
     if problem.question == "crash":
         raise ValueError("this function is broken")
     if problem.question == "exit":

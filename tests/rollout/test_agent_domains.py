@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from openai import AsyncOpenAI, BadRequestError
 
 from grpo_megatron.config.environment import AgentConfig
 from grpo_megatron.config.presets import load_preset
@@ -23,16 +24,18 @@ from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments import failures as failures_module
 from grpo_megatron.environments.host import EnvironmentHost
+from grpo_megatron.environments.protocol import Unscorable
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import ConfigError, EngineError, EpisodeError
 from grpo_megatron.launch.bindings import refuse_unbound_environments
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.agent_domains import AgentDomain
 from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.episode_domains import agent_domains
 from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.types import Prompt, RolloutGroup, require_sound
 from tests.rollout.engines import make_config
-from tests.rollout.scripted import Policy, require_as_sampled
+from tests.rollout.scripted import Policy, limits, require_as_sampled, sampler_of
 
 PROGRAM = str(Path(__file__).parent / "programs.py")
 FUNCTION = "tests.rollout.agent_functions:agent"
@@ -246,6 +249,53 @@ def test_programs_that_never_work_stop_the_run(directory, tokenizer, monkeypatch
     with pytest.raises(EpisodeError, match="spoilt 5 episodes") as caught:
         played(directory, tokenizer, config, *["12*34"] * 6)
     assert "exit code 3: broken" in caught.value.message and "[[domains]] d" in caught.value.where
+
+
+def test_episodes_of_a_function_that_a_limit_ends_stop_no_run(directory, tokenizer, monkeypatch):
+    """It raises when it is refused a turn."""
+    monkeypatch.setattr(failures_module, "MAX_SPOILT", 2)
+    config = config_of(function=FUNCTION, max_turns=1)
+    records = played(directory, tokenizer, config, *["on"] * 3)
+    assert [record.outcome for record in records] == [0.0] * 3
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_episode_that_a_limit_ends_has_ended_well(tokenizer, monkeypatch, fails):
+    monkeypatch.setattr(failures_module, "MAX_SPOILT", 2)
+    policy = Policy(tokenizer, "408")
+
+    async def program(problem, client):
+        if problem.question == "bad":
+            raise Unscorable("it does not work")
+        async with AsyncOpenAI(
+            base_url=client.base_url, api_key=client.api_key, max_retries=0
+        ) as openai:
+            messages = [{"role": "user", "content": "1"}]
+            await openai.chat.completions.create(model="x", messages=messages)
+            with pytest.raises(BadRequestError):
+                await openai.chat.completions.create(model="x", messages=messages)
+        if fails:
+            raise Unscorable("it was refused a turn")
+        return None
+
+    async def run():
+        failures = failures_module.Failures("d", "agent x", Path("log"))
+        async with Door("127.0.0.1") as door:
+            domain = AgentDomain(
+                command("reward").domains[0].agent,
+                sampler_of(tokenizer),
+                door,
+                run=program,
+                limits=lambda _: limits(max_turns=1),
+                failures=failures,
+            )
+            for question in ("bad", "good", "bad", "good"):
+                prompt = Prompt("p", "d", "", (5,), "408", {}, question)
+                await domain.play(policy, prompt, EpisodeSeeds(7, 3), 200)
+        return domain.take_metrics()
+
+    metrics = asyncio.run(run())
+    assert metrics["environment/d/episodes"] == metrics["environment/d/spoilt"] == 2
 
 
 def test_only_so_many_programs_run_at_a_time(directory, tokenizer):
