@@ -104,6 +104,14 @@ def _text_of(content: Any, place: str) -> str:
     return text
 
 
+def conversation_of(metadata: Mapping[str, Any]) -> list[Message]:
+    """Return the conversation that the recipe has made of a problem; empty where it has none."""
+    found = metadata.get(MESSAGES)
+    if not isinstance(found, list | tuple):
+        return []
+    return list(found)
+
+
 def split_reply(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
     """(the conversation up to the last assistant turn, that turn's text); the text is None where
     somebody else speaks last."""

@@ -190,13 +190,17 @@ class TurnTokens:
         """Tokens that end a turn."""
         return self._tokenizer.stop_token_ids
 
-    def escaped(self, messages: Sequence[Message]) -> list[Message]:
+    def escaped(self, messages: Sequence[Message], known: Sequence[Message] = ()) -> list[Message]:
         """Return messages of the environment as text and nothing else: cut, cleaned
         (`environment_text`), with a question mark for what the tokenizer cannot write, and with
-        every marker in any text of them escaped. Raises DataError where one has no role or no
+        every marker in any text of them escaped. Those that are equal to one of `known`, which is
+        the recipe's or the policy's, stay as they are. Raises DataError where one has no role or no
         text."""
         changed = []
         for message in messages:
+            if message in known:
+                changed.append(message)
+                continue
             for field in ("role", "content"):
                 if not isinstance(message.get(field), str):
                     raise DataError(

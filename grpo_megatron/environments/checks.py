@@ -16,9 +16,12 @@ _DEEPEST = 1000
 _REMEDY = "see grpo_megatron/environments/protocol.py for what it returns"
 
 
-def checked_observation(found: object, characters: int) -> Observation:
-    """Return the observation, with messages of at most `characters`. Raises EpisodeError where it
-    is no observation, holds something of another type, or more than a line of 8 MiB takes."""
+def checked_observation(
+    found: object, characters: int, of_recipe: Sequence[Message] = ()
+) -> Observation:
+    """Return the observation, with messages of at most `characters`, but for those that are equal
+    to one of the recipe: they are a question, however long. Raises EpisodeError where it is no
+    observation, holds something of another type, or more than a line of 8 MiB takes."""
     if not isinstance(found, Observation):
         raise _fault(f"reset returned {type(found).__name__}, not an Observation")
     messages = _messages(found.messages, "reset")
@@ -29,7 +32,7 @@ def checked_observation(found: object, characters: int) -> Observation:
         if not is_function or not isinstance(schema["function"].get("name"), str):
             raise _fault('a tool is no {"type": "function", "function": {"name": …}}')
     _require(found.state, str, "state")
-    messages = _cut_all(messages, characters)
+    messages = _cut_all(messages, characters, of_recipe)
     outcome = _outcome(found.outcome)
     _refuse_more_than_a_line((messages, found.tools, found.state, outcome.metrics))
     return replace(found, messages=messages, tools=tuple(found.tools), outcome=outcome)
@@ -77,10 +80,16 @@ def _messages(found: Any, method: str) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def _cut_all(messages: Sequence[Message], characters: int) -> tuple[Message, ...]:
-    return tuple(
-        {**message, "content": cleaned(cut(message["content"], characters))} for message in messages
-    )
+def _cut_all(
+    messages: Sequence[Message], characters: int, of_recipe: Sequence[Message] = ()
+) -> tuple[Message, ...]:
+    changed = []
+    for message in messages:
+        if message not in of_recipe:
+            content = cleaned(cut(message["content"], characters))
+            message = {**message, "content": content}
+        changed.append(message)
+    return tuple(changed)
 
 
 def _refuse_more_than_a_line(values: Sequence[Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from grpo_megatron.data.conversation import conversation_of
 from grpo_megatron.environments import isolation
 from grpo_megatron.environments.checks import checked_observation, checked_step
 from grpo_megatron.environments.protocol import Environment, Unscorable
@@ -117,7 +118,8 @@ class EnvironmentWorker:
             environment = self._bound.make()
             self._environments[request.episode] = environment
             observation = await environment.reset(request.problem, request.seed)
-            checked = checked_observation(observation, self._characters)
+            of_recipe = conversation_of(request.metadata)
+            checked = checked_observation(observation, self._characters, of_recipe)
             return Observed(request.request, PackedObservation.of(checked))
         if isinstance(request, Act):
             step = await self._environments[request.episode].step(request.reply)

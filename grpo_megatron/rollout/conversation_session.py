@@ -112,8 +112,15 @@ class ConversationSession:
         self._freed = asyncio.Event()
         self.num_turns = 0
         """Asked for; of those that were refused none."""
-        self.is_limited = False
+        self._was_refused = False
+        """Whether a limit of turns or tokens has refused a turn."""
+        self._was_cut = False
+        """Whether such a limit has cut the turn that ended last."""
+
+    @property
+    def is_limited(self) -> bool:
         """Whether a limit of turns or tokens has refused a turn, or cut the last one."""
+        return self._was_refused or self._was_cut
 
     async def chat(
         self,
@@ -195,7 +202,7 @@ class ConversationSession:
         if left < 1:
             if self._num_running:
                 return None
-            self.is_limited = True
+            self._was_refused = True
             raise EpisodeOver(self._told_tokens(len(between)))
         if self._limits.turn_tokens is not None:
             left = min(left, self._limits.turn_tokens)
@@ -219,7 +226,7 @@ class ConversationSession:
         if self._is_closed:
             raise EpisodeOver("the episode has ended")
         if self.num_turns >= limits.max_turns:
-            self.is_limited = True
+            self._was_refused = True
             raise EpisodeOver(f"the episode has had its {limits.max_turns} turns (max_turns)")
         if time.monotonic() - self._began >= limits.seconds:
             raise EpisodeOver(f"the episode has had its {limits.seconds:g} seconds (episode_s)")
@@ -227,7 +234,7 @@ class ConversationSession:
     def _require_context(self, state: TurnState) -> None:
         """Raise EpisodeOver where the engine takes no token behind this conversation."""
         if len(state.token_ids) >= self._limits.max_model_len:
-            self.is_limited = True
+            self._was_refused = True
             raise EpisodeOver(
                 f"the conversation has {len(state.token_ids)} tokens, and the engine takes "
                 f"{self._limits.max_model_len} with the reply (max_model_len)"
@@ -332,7 +339,7 @@ class ConversationSession:
         if builder in self._builders:
             self._builders.remove(builder)
         self._builders.append(builder)
-        self.is_limited = sampled.truncated and not request.is_cut_by_program
+        self._was_cut = sampled.truncated and not request.is_cut_by_program
 
     def _wake(self) -> None:
         """Have waiting requests look again, once this task waits."""

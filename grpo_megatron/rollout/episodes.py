@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron import progress
-from grpo_megatron.data.conversation import MESSAGES
+from grpo_megatron.data.conversation import conversation_of
 from grpo_megatron.data.turn_tokens import NextTurn, TurnState
 from grpo_megatron.environments.protocol import (
     Environment,
@@ -159,9 +159,9 @@ class _Episode:
     def _begin(self, observation: Observation) -> None:
         self._tools = observation.tools
         self._turns = self._player.turn_tokens(observation.tools)
-        of_recipe = self._problem.metadata.get(MESSAGES)
-        is_of_recipe = of_recipe is not None and list(observation.messages) == list(of_recipe)
-        self._state = self._turns.begin(observation.messages, from_environment=not is_of_recipe)
+        of_recipe = conversation_of(self._problem.metadata)
+        messages = self._turns.escaped(observation.messages, known=of_recipe)
+        self._state = self._turns.begin(messages)
         self._builder = SequenceBuilder(self._state.token_ids)
         self._label = observation.state
 

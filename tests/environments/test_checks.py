@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from grpo_megatron.environments.checks import checked_observation, checked_step, cut
 from grpo_megatron.environments.protocol import Observation, Outcome, Step
+from grpo_megatron.environments.registry import bind
 from grpo_megatron.environments.wire import LONGEST_LINE
 from grpo_megatron.errors import EpisodeError
+from grpo_megatron.types import Problem
 
 SAID = ({"role": "user", "content": "Go on."},)
 
@@ -103,6 +106,21 @@ def test_a_long_text_keeps_its_beginning_and_its_end(text, characters):
     head, mark, tail = short.partition(f"\n[… {len(text) - characters} characters left out …]\n")
     assert mark and len(head) + len(tail) == characters
     assert text.startswith(head) and text.endswith(tail)
+
+
+@pytest.mark.parametrize("name", ["calculator", "guess_number"])
+def test_messages_of_the_recipe_are_left_as_they_are(name):
+    system = {"role": "system", "content": "a" * 200 + "\x0c"}
+    asked = {"role": "user", "content": "b" * 200 + "\x0c"}
+    problem = Problem("b", "1", {"messages": [system, asked]})
+    begun = asyncio.run(bind(name, {}).make().reset(problem, 1))
+    found = checked_observation(begun, 100, problem.metadata["messages"])
+    assert found.messages[0] == system
+    is_changed = name == "guess_number"
+    assert (found.messages[1] != asked) == is_changed
+    assert ("characters left out" in found.messages[1]["content"]) == is_changed
+    apart = checked_observation(begun, 100)
+    assert all("characters left out" in message["content"] for message in apart.messages)
 
 
 def test_messages_are_cut_one_by_one():

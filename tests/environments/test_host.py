@@ -283,6 +283,17 @@ def test_a_long_message_is_cut():
     assert len(content) < 1100 and "10484760 characters left out" in content
 
 
+def test_a_long_question_of_the_recipe_is_not_cut():
+    asked = {"role": "user", "content": "2 + 2? " * 50 + "\x0c"}
+
+    async def work(host):
+        environment = host.environment("calculator")
+        return await environment.reset(Problem("?", "4", {"messages": [asked]}), 1)
+
+    settings = domain("calculator", "calculator", observation_characters=100)
+    assert hosted(work, settings).messages == (asked,)
+
+
 def test_an_end_that_never_comes_keeps_nobody():
     async def work(host):
         environment, _ = await begun(host, close="sleep")

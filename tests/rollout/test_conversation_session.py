@@ -280,6 +280,24 @@ def test_limits(tokenizer, sampler, changes, texts, words):
     assert found.truncated
 
 
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_turn_that_was_refused_is_not_forgotten(tokenizer, sampler, side_by_side):
+    policy = Policy(tokenizer, "1", "2", delays=[0.2, 0.2])
+
+    async def program(session):
+        asking = [asyncio.ensure_future(asked(session, [user(text)])) for text in ("1", "2")]
+        if side_by_side:
+            await asyncio.sleep(0.05)
+        else:
+            await asyncio.gather(*asking)
+        with pytest.raises(EpisodeOver, match="max_turns"):
+            await asked(session, [user("3")])
+        await asyncio.gather(*asking)
+        assert session.is_limited
+
+    assert driven(policy, sampler, program, max_turns=2).truncated
+
+
 def test_a_micro_batch_holds_all_sequences_of_an_episode(tokenizer, sampler):
     policy = Policy(tokenizer, "abcdef")
 

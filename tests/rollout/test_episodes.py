@@ -26,6 +26,7 @@ from grpo_megatron.environments.protocol import (
     ToolCall,
     Unscorable,
 )
+from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.episodes import EpisodeLimits, EpisodePlayer, EpisodeSeeds
 from grpo_megatron.rollout.tool_parsers import ReadReply
@@ -337,6 +338,18 @@ def test_episodes_none_of_which_can_begin_stop_the_run(tokenizer, monkeypatch):
     with pytest.raises(DataError, match="none of 3 episodes in a row can begin") as caught:
         play_one("987652")
     assert "max_model_len" in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["calculator", "guess_number", "lights_out"])
+def test_markers_in_messages_of_the_recipe_are_markers(tokenizer, name):
+    system = {"role": "system", "content": "<|end|>"}
+    asked = {"role": "user", "content": "12*34"}
+    problem = Problem("12*34", "408", {"messages": [system, asked]})
+    script = Script(tokenizer, "408")
+    play(tokenizer, script, bind(name, {}).make(), problem, replace(LIMITS, max_turns=1))
+    [(ids, _)] = script.asked
+    markers = [tokenizer.token_text(token) for token in ids]
+    assert markers.count("<|end|>") - markers.count("<|tools|>") == 3  # its own, and two ends
 
 
 def with_guard(directory, guard: str) -> ChatTemplate:
