@@ -38,30 +38,57 @@ def reply_forms(reply: Message, *, splits_thoughts: bool) -> list[Message]:
     return forms
 
 
+def argument_forms(messages: Sequence[Message]) -> list[list[Message]]:
+    """Return a conversation as a template may want it, in the order in which it is tried: with the
+    arguments of calls as tables, then as text. Text that is no JSON stays text."""
+    if not any(message.get("tool_calls") for message in messages):
+        return [list(messages)]
+    forms = []
+    for change in (_as_table_if_json, _as_text):
+        form = []
+        for message in messages:
+            calls = message.get("tool_calls")
+            if calls:
+                message = {**message, "tool_calls": _with_arguments(calls, change)}
+            form.append(message)
+        forms.append(form)
+    return forms
+
+
 def with_call_ids(messages: Sequence[Message], reply: Message) -> list[Message]:
     """Return messages of which each result of a tool names its call: templates write that, or
     insist. A result without an id is of the next call of the reply; without calls, of a malformed
-    one."""
+    one. What stands behind another reply is not about this one, and stays as it is."""
     ids = [str(call.get("id", _NO_CALL_ID)) for call in reply.get("tool_calls") or ()]
+    num_answers = _num_answers(messages)
     named = []
-    for message in messages:
+    for message in messages[:num_answers]:
         if message["role"] == "tool":
             call_id = _NO_CALL_ID
             if ids:
                 call_id = ids.pop(0)
             message = {"tool_call_id": call_id, **message}
         named.append(message)
-    return named
+    return [*named, *messages[num_answers:]]
 
 
 def said_by_user(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with what tools say as said by the user."""
+    """Return the messages with what tools say as said by the user, up to the next reply."""
+    num_answers = _num_answers(messages)
     changed = []
-    for message in messages:
+    for message in messages[:num_answers]:
         if message["role"] == "tool":
             message = {"role": "user", "content": message["content"]}
         changed.append(message)
-    return changed
+    return [*changed, *messages[num_answers:]]
+
+
+def _num_answers(messages: Sequence[Message]) -> int:
+    """Return how many messages stand in front of the first reply among them."""
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            return number
+    return len(messages)
 
 
 def _split_thought(content: str) -> dict[str, str] | None:
@@ -112,6 +139,13 @@ def _as_table(arguments: Any) -> Any:
             f"the arguments of a call are no JSON: {error}",
             remedy="leave the call in the content: a malformed call is answered with an error",
         ) from error
+
+
+def _as_table_if_json(arguments: Any) -> Any:
+    try:
+        return _as_table(arguments)
+    except DataError:
+        return arguments
 
 
 def _as_text(arguments: Any) -> str:

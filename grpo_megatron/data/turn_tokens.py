@@ -25,6 +25,7 @@ from grpo_megatron.data.environment_text import cleaned, cut
 from grpo_megatron.data.markers import EncodedText, Markers, Seam
 from grpo_megatron.data.reply_forms import (
     REASONING,
+    argument_forms,
     reply_forms,
     said_by_user,
     with_call_ids,
@@ -125,9 +126,9 @@ class TurnTokens:
         one turn. In those `from_environment` they are text."""
         if from_environment:
             messages = self.escaped(messages)
-        text = self.render(messages, turn=1)
-        encoded = self.encode(text, turn=1)
-        return TurnState(encoded.token_ids, text, encoded.seams, tuple(messages), 0)
+        rendered = self._rendered(argument_forms(messages), turn=1)[0]
+        encoded = self.encode(rendered.text, turn=1)
+        return TurnState(encoded.token_ids, rendered.text, encoded.seams, rendered.messages, 0)
 
     def reply_text(self, state: TurnState, sampled_ids: Sequence[int]) -> str:
         """Return the reply as text, with what the request had opened and without the token that
@@ -141,9 +142,11 @@ class TurnTokens:
         sampled_ids: Sequence[int],
         reply: Message,
         new_messages: Sequence[Message],
+        known: Sequence[Message] = (),
     ) -> NextTurn:
         """Return the request behind `state`, to which the policy answered `sampled_ids` and then
-        the environment `new_messages`.
+        the environment `new_messages`. Those of them that are equal to one of `known` are the
+        policy's own and no text (`escaped`).
 
         `reply` is the answer as a message: `content` of `reply_text`, or with calls parsed
         (`content` is then the text in front of them, `tool_calls` as in OpenAI's API, arguments as
@@ -153,7 +156,7 @@ class TurnTokens:
         turn = state.turn + 1
         sampled = self._sampled(sampled_ids)
         with self._named(turn):
-            new_messages = with_call_ids(self.escaped(new_messages), reply)
+            new_messages = with_call_ids(self.escaped(new_messages, known), reply)
             forms = self.forms(reply)
         if not reply.get("tool_calls") and self._results_want_calls:
             new_messages = said_by_user(new_messages)
@@ -261,22 +264,32 @@ class TurnTokens:
     ) -> list[_Rendered]:
         """Render every form of the reply that the template takes. Raises DataError where it takes
         none."""
+        conversations = []
+        for following in argument_forms(new_messages):
+            for form in forms:
+                if sampled.spelled:
+                    form = _changed_texts(
+                        form, lambda text: self.markers.escape_these(text, sampled.spelled)
+                    )
+                conversations.append([*state.messages, form, *following])
+        return self._rendered(conversations, turn=state.turn + 1)
+
+    def _rendered(
+        self, conversations: Sequence[Sequence[Message]], *, turn: int
+    ) -> list[_Rendered]:
+        """Render every conversation that the template takes. Raises DataError where it takes
+        none."""
         refusal = None
         rendered = []
-        for form in forms:
-            if sampled.spelled:
-                form = _changed_texts(
-                    form, lambda text: self.markers.escape_these(text, sampled.spelled)
-                )
-            messages = (*state.messages, form, *new_messages)
+        for messages in conversations:
             try:
-                text = self.render(messages, turn=state.turn + 1)
+                text = self.render(messages, turn=turn)
             except DataError as error:
                 refusal = refusal or error
                 continue
-            rendered.append(_Rendered(messages, text))
+            rendered.append(_Rendered(tuple(messages), text))
         if not rendered:
-            assert refusal is not None  # a reply has at least one form
+            assert refusal is not None  # a conversation has at least one form
             raise refusal
         return rendered
 

@@ -111,9 +111,25 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _comparable_call(call: Mapping[str, Any]) -> list[Any]:
-    """Id, name and arguments, whatever white space and order of names the arguments have."""
-    arguments = _as_table(call["function"]["arguments"])
+    """Id, name and arguments, whatever white space and order of names the arguments have, and
+    however their numbers are written."""
+    arguments = _with_plain_numbers(_as_table(call["function"]["arguments"]))
     return [call.get("id", ""), call["function"]["name"], arguments]
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    """Return arguments with all numbers as the floats that JavaScript makes of them, which writes
+    1.0 as 1 and -0.0 as 0."""
+    if isinstance(value, Mapping):
+        return {name: _with_plain_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_plain_numbers(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    try:
+        return float(value) + 0.0
+    except OverflowError:  # an integer that no float holds
+        return value
 
 
 def _as_table(arguments: Any) -> Any:

@@ -282,23 +282,27 @@ class ConversationSession:
         return known.builder.num_tokens == known.num_tokens and known.builder not in self._claimed
 
     def _begun(self, turns: TurnTokens, messages: Sequence[Message]) -> TurnState:
-        """Return the first request of a conversation. Markers are text, but for those of replies
-        that the policy gave in this session: thoughts and calls stay what they are."""
+        """Return the first request of a conversation."""
+        return turns.begin(turns.escaped(messages, known=self._given(messages)))
+
+    def _given(self, messages: Sequence[Message]) -> list[Message]:
+        """Return those of the messages that are replies of the policy in this session. Markers of
+        all others are text; the policy's thoughts and calls stay what they are."""
         given = {known.messages[-1] for known in self._known}
-        found: list[Message] = []
+        found = []
         for message in messages:
             if message["role"] == "assistant" and comparable(message) in given:
                 found.append(message)
-            else:
-                found += turns.escaped([message])
-        return turns.begin(found)
+        return found
 
     def _continued(
         self, turns: TurnTokens, known: _Conversation, messages: Sequence[Message]
     ) -> tuple[TurnState, SequenceBuilder, Sequence[int]]:
         """Return the request behind a known conversation, its sequence, and the ids in between."""
         new_messages = messages[len(known.messages) :]
-        following = turns.after(known.state, known.sampled_ids, known.reply, new_messages)
+        following = turns.after(
+            known.state, known.sampled_ids, known.reply, new_messages, self._given(new_messages)
+        )
         if following.restart is None and self._is_end(known):
             return following.state, known.builder, following.between_ids
         return following.state, SequenceBuilder(following.state.token_ids), ()

@@ -425,6 +425,50 @@ def test_what_is_wrong_with_a_call_is_said_by_the_user_where_tools_must_not(dire
     assert text.startswith("<|start_header_id|>user<|end_header_id|>\n\nerror<|eot_id|>")
 
 
+def test_results_behind_a_later_reply_are_not_of_this_one(directories):
+    policy = Policy("llama3", directories["llama3"])
+    old = "{%- elif m.role == 'tool' %}"
+    new = old + "{%- if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('why?') }}"
+    turns = broken(policy, old, new + "{%- endif %}")
+    state = turns.begin([{"role": "user", "content": "1 + 1?"}])
+    ids = policy.tokenizer.encode("2<|eot_id|>")
+    function = {"name": "search", "arguments": {"x": "1"}}
+    call = {"type": "function", "id": "a", "function": function}
+    said = [
+        {"role": "tool", "content": "error"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "found"},
+    ]
+    result = turns.after(state, ids, reply_message(turns, state, ids), said)
+    end = "<|eot_id|><|start_header_id|>"
+    assert f"{end}user<|end_header_id|>\n\nerror{end}assistant" in result.state.text
+    assert f'{end}ipython<|end_header_id|>\n\n"found"{end}assistant' in result.state.text
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm", "kimi", "mistral", "qwen3"])
+@pytest.mark.parametrize("is_table", [False, True])
+def test_calls_of_a_history_are_written_as_the_template_wants_them(directories, name, is_table):
+    policy = Policy(name, directories[name])
+    turns = policy.turns(TOOLS)
+    arguments = {"x": "1"}
+    if not is_table:
+        arguments = json.dumps(arguments)
+    function = {"name": "search", "arguments": arguments}
+    call = {"type": "function", "id": "abcdefghi", "function": function}
+    asked = {"role": "user", "content": "1 + 1?"}
+    history = [
+        asked,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "found"},
+    ]
+    begun = turns.begin(history)
+    assert "search" in begun.text and begun.text.count("found") == 1
+    state = turns.begin([asked])
+    ids = policy.tokenizer.encode("2" + policy.ends[0])
+    result = turns.after(state, ids, reply_message(turns, state, ids), history)
+    assert result.state.text.count("found") == 1
+
+
 # --- the proof before a run
 
 

@@ -8,7 +8,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config.presets import load_preset
@@ -214,6 +214,46 @@ def test_what_the_program_says_has_no_markers(tokenizer, sampler):
     markers = [tokenizer.token_text(token) for token in ids]
     # three of the policy: its two turns, and the reply that the program made up
     assert markers.count("<|assistant|>") == 3
+
+
+@pytest.mark.parametrize("is_first_edited", [False, True])
+def test_replies_behind_an_edit_stay_what_they_are(tokenizer, sampler, is_first_edited):
+    policy = Policy(tokenizer, "7", "8<|tool|>9", "1")
+
+    async def program(session):
+        first = await asked(session, [user("1+1")])
+        second = await asked(session, [user("1+1"), first, user("long")])
+        question = "2+2" if is_first_edited else "1+1"
+        edited = [user(question), first, user("s<|tool|>"), second, user("on<|tool|>")]
+        await asked(session, [*edited, {"role": "assistant", "content": "<|tool|>"}, user("on")])
+
+    found = driven(policy, sampler, program)
+    assert found.text == "1"
+    tokens = [tokenizer.token_text(token) for token in policy.asked[-1][0]]
+    place = tokens.index("<|tool|>")
+    assert tokens.count("<|tool|>") == 1 and tokens[place - 1 : place + 2] == ["8", "<|tool|>", "9"]
+
+
+@given(
+    st.integers(-(10**25), 10**25),
+    st.floats(allow_nan=False, allow_infinity=False).filter(float.is_integer),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+@example(2**53 + 1, -0.0, 1e22)
+@example(10**400, 1.0, 0.5)
+def test_numbers_of_arguments_are_known_as_javascript_writes_them(whole, integral, real):
+    """It has floats alone, and writes those without a fraction as whole numbers."""
+
+    def call(arguments):
+        function = {"name": "f", "arguments": json.dumps(arguments)}
+        message = {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}
+        return comparable(plain_messages([message])[0])
+
+    given = {"a": whole, "b": [{"c": integral}], "d": real, "e": True, "f": "1.0"}
+    back = {"a": whole, "b": [{"c": int(integral)}], "d": real, "e": True, "f": "1.0"}
+    assert call(given) == call(back)
+    assert call(given) != call({**given, "e": 1})
+    assert call(given) != call({**given, "f": 1.0})
 
 
 def test_requests_side_by_side(tokenizer, sampler):
