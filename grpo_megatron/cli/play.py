@@ -177,7 +177,7 @@ class _TellsTools(TurnSampler):
         )
 
     async def stand_in(
-        self, ask: Ask, question: str, seed: int | None, limits: EpisodeLimits
+        self, ask: Ask, problem: Problem, seed: int | None, limits: EpisodeLimits
     ) -> SequenceBuilder:
         """Raise _NoTurnError: a person replies to requests alone."""
         raise _NoTurnError

@@ -93,9 +93,12 @@ def call_text(
     tool_call = {"type": "function", "id": call_id, "function": function}
     reply = {"role": "assistant", "content": "", "tool_calls": [tool_call]}
     arguments = {**domain.template_arguments, "tools": list(tools)}
-    before = template.render([_QUESTION], arguments, day=domain.template_date)
+    asked = [_QUESTION]
+    if domain.system_prompt is not None:  # there are templates that insist on one
+        asked.insert(0, {"role": "system", "content": domain.system_prompt})
+    before = template.render(asked, arguments, day=domain.template_date)
     question = template.render(
-        [_QUESTION], arguments, day=domain.template_date, add_generation_prompt=False
+        asked, arguments, day=domain.template_date, add_generation_prompt=False
     )
     begin = ""
     if opening_of(before, domain.assistant_prefix).startswith(THOUGHT_BEGIN):
@@ -103,7 +106,7 @@ def call_text(
     for form in reply_forms(reply, splits_thoughts=False):
         with contextlib.suppress(DataError):  # templates differ in what arguments are
             whole = template.render(
-                [_QUESTION, form],
+                [*asked, form],
                 arguments,
                 day=domain.template_date,
                 add_generation_prompt=False,

@@ -116,10 +116,21 @@ class ChatTemplate:
                 + _OTHER_TEMPLATE,
             )
 
-    def after_answer(self, arguments: Mapping[str, Any], *, day: date | None = None) -> str:
+    def after_answer(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        day: date | None = None,
+        system_prompt: str | None = None,
+    ) -> str:
         """Return what the template writes behind an answer that ends the conversation: the
-        end-of-turn token and maybe more. Raises DataError where it does not write the answer."""
-        messages = [
+        end-of-turn token and maybe more. Raises DataError where it does not write the answer.
+
+        system_prompt: in front of the conversation; there are templates that insist on one."""
+        messages: list[Message] = []
+        if system_prompt is not None:
+            messages.append({"role": "system", "content": system_prompt})
+        messages += [
             {"role": "user", "content": "1 + 1?"},
             {"role": "assistant", "content": _SENTINEL},
         ]

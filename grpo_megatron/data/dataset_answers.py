@@ -121,6 +121,6 @@ def end_of_turn(domain: DomainConfig, tokenizer: TextTokenizer) -> tuple[int, ..
     """Return the ids with which the chat template ends an assistant's turn in a domain."""
     assert tokenizer.chat_template is not None  # its prompts were rendered
     after = tokenizer.chat_template.after_answer(
-        domain.template_arguments, day=domain.template_date
+        domain.template_arguments, day=domain.template_date, system_prompt=domain.system_prompt
     )
     return tokenizer.end_of_turn(after)

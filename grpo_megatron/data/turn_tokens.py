@@ -58,6 +58,7 @@ class Restart:
     turn: int  # of the reply that the template rewrote, from 1
     num_kept: int  # ids at the beginning that both sequences have
     reason: str  # template, turn, and both texts where they part
+    num_said: int  # tokens that came in behind the reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,15 @@ class NextTurn:
     state: TurnState
     between_ids: tuple[int, ...]
     restart: Restart | None = None
+
+    @property
+    def num_between(self) -> int:
+        """Tokens that count as said between the turns: `between_ids`, or as many as a restart
+        has of them. They are not told apart there from what the template has rewritten: what the
+        request is longer by, and no less than what was said, is taken."""
+        if self.restart is None:
+            return len(self.between_ids)
+        return self.restart.num_said
 
 
 class _Sampled(NamedTuple):
@@ -167,7 +177,10 @@ class TurnTokens:
                 extension = self._extension(state, sampled, rendered, turn)
                 if extension is not None:
                     return extension
-        return self._restart(state, sampled, all_rendered[0], turn)
+        num_said = 0
+        for message in new_messages:
+            num_said += len(self.encode(message["content"], turn=turn).token_ids)
+        return self._restart(state, sampled, all_rendered[0], turn, num_said)
 
     def refusal_of_calls(
         self, state: TurnState, sampled_ids: Sequence[int], reply: Message
@@ -328,10 +341,15 @@ class TurnTokens:
         return NextTurn(state, between_ids)
 
     def _restart(
-        self, state: TurnState, sampled: _Sampled, rendered: _Rendered, turn: int
+        self,
+        state: TurnState,
+        sampled: _Sampled,
+        rendered: _Rendered,
+        turn: int,
+        num_said: int,
     ) -> NextTurn:
         """Return the template's ids behind the last seam up to which it leaves the real text as it
-        is."""
+        is. num_said: tokens of the messages behind the reply, without what is around them."""
         known_ids = state.token_ids + sampled.token_ids
         known_text = state.text + sampled.text + sampled.end_text
         seams = _all_seams(state, sampled)
@@ -361,7 +379,8 @@ class TurnTokens:
         )
         kind = self._kind(state, sampled, parting)
         num_kept = _common_length(known_ids, token_ids)
-        return NextTurn(new_state, (), Restart(kind, turn, num_kept, reason))
+        num_said = max(num_said, len(token_ids) - len(known_ids))
+        return NextTurn(new_state, (), Restart(kind, turn, num_kept, reason, num_said))
 
     def _num_kept_seams(self, seams: Sequence[Seam], text: str, parting: int) -> int:
         """Return how many seams are also seams of a text that is the same up to `parting`."""

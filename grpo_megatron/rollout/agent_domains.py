@@ -12,6 +12,7 @@ from grpo_megatron.config.environment import AgentConfig
 from grpo_megatron.environments.agent_function import ClientSettings, packed, reward_of
 from grpo_megatron.environments.failures import Failures
 from grpo_megatron.environments.protocol import Environment, Reply, Unscorable
+from grpo_megatron.environments.tools import opening
 from grpo_megatron.rollout.agent_command import run_command
 from grpo_megatron.rollout.chat_protocol import MODEL
 from grpo_megatron.rollout.conversation_session import ConversationSession
@@ -75,18 +76,20 @@ class AgentDomain:
         One whose program fails cannot be scored. Raises EpisodeError where programs have failed too
         often; DataError where the tokens of turns cannot be proved; and what `ask` raises."""
         self._failures.check()
-        self._sampler.turn_tokens(())  # a template that cannot be proved is no program's fault
+        problem = Problem(prompt.question, prompt.answer, prompt.metadata)
+        # a template that cannot be proved is no program's fault
+        self._sampler.turn_tokens((), opening(problem))
         limits = self._limits(max_tokens)
         async with self._free:
             session = ConversationSession(ask, self._sampler, limits, seeds.turns)
             with self._door.serving(session) as opened:
-                result = await self._result(opened, prompt, seeds)
+                result = await self._result(opened, problem, seeds)
         found = session.completion(result.outcome, is_spoilt=result.is_failed)
         if found is not None:
             return found
         if not result.is_failed:
             self._failed("the program asked for no turn")
-        builder = await self._sampler.stand_in(ask, prompt.question, seeds.turns, limits)
+        builder = await self._sampler.stand_in(ask, problem, seeds.turns, limits)
         stand_in = self._sampler.sequence(builder, "stop")
         return replace(stand_in, outcome=math.nan)
 
@@ -94,9 +97,8 @@ class AgentDomain:
         """Return how its episodes have ended since the last call; see `Failures.take_metrics`."""
         return self._failures.take_metrics()
 
-    async def _result(self, opened: OpenSession, prompt: Prompt, seeds: EpisodeSeeds) -> _Result:
+    async def _result(self, opened: OpenSession, problem: Problem, seeds: EpisodeSeeds) -> _Result:
         """Run the program to its end."""
-        problem = Problem(prompt.question, prompt.answer, prompt.metadata)
         client = ClientSettings(opened.url, opened.key, MODEL, seeds.environment)
         session = opened.session
         try:

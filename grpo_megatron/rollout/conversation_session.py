@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_megatron.data.conversation import Message
-from grpo_megatron.data.turn_tokens import TurnState, TurnTokens
+from grpo_megatron.data.turn_tokens import NextTurn, TurnState, TurnTokens
 from grpo_megatron.environments.protocol import ToolSchema
 from grpo_megatron.rollout.chat_messages import comparable, sent_message
 from grpo_megatron.rollout.seeds import derive_seed
@@ -72,6 +72,8 @@ class _Request:
     builder: SequenceBuilder
     between_ids: Sequence[int]
     """Come into the sequence before the turn."""
+    num_between: int
+    """Tokens that the program has said behind the turn before, also where they begin a sequence."""
     num_before: int
     """Tokens that come into the record before the turn: those between, or the whole request of a
     new sequence."""
@@ -186,24 +188,33 @@ class ConversationSession:
         """Return what is to be sampled; None while other requests may have all tokens that are
         left."""
         self._require_turns_and_time()
-        turns = self._sampler.turn_tokens(tools)
+        turns = self._sampler.turn_tokens(tools, _opening_of(messages))
         known = self._longest_known(messages)
         if known is None:
             state = self._begun(turns, messages)
             builder = SequenceBuilder(state.token_ids)
             between: Sequence[int] = ()
+            num_between = 0
         else:
-            state, builder, between = self._continued(turns, known, messages)
+            following = self._following(turns, known, messages)
+            state = following.state
+            num_between = following.num_between
+            if following.restart is None and self._is_end(known):
+                builder = known.builder
+                between = following.between_ids
+            else:
+                builder = SequenceBuilder(state.token_ids)
+                between = ()
         num_before = len(between)
         if known is None or builder is not known.builder:
             num_before = len(state.token_ids)
         self._require_context(state)
-        left = self._tokens_left(state, len(between), num_before)
+        left = self._tokens_left(state, num_between, num_before)
         if left < 1:
             if self._num_running:
                 return None
             self._was_refused = True
-            raise EpisodeOver(self._told_tokens(len(between)))
+            raise EpisodeOver(self._told_tokens(num_between))
         if self._limits.turn_tokens is not None:
             left = min(left, self._limits.turn_tokens)
         is_cut_by_program = max_tokens is not None and max_tokens <= left
@@ -214,6 +225,7 @@ class ConversationSession:
             state=state,
             builder=builder,
             between_ids=between,
+            num_between=num_between,
             num_before=num_before,
             num_allowed=left,
             is_cut_by_program=is_cut_by_program,
@@ -295,17 +307,14 @@ class ConversationSession:
                 found.append(message)
         return found
 
-    def _continued(
+    def _following(
         self, turns: TurnTokens, known: _Conversation, messages: Sequence[Message]
-    ) -> tuple[TurnState, SequenceBuilder, Sequence[int]]:
-        """Return the request behind a known conversation, its sequence, and the ids in between."""
+    ) -> NextTurn:
+        """Return the request behind a known conversation, which `messages` go on from."""
         new_messages = messages[len(known.messages) :]
-        following = turns.after(
+        return turns.after(
             known.state, known.sampled_ids, known.reply, new_messages, self._given(new_messages)
         )
-        if following.restart is None and self._is_end(known):
-            return following.state, known.builder, following.between_ids
-        return following.state, SequenceBuilder(following.state.token_ids), ()
 
     def _seed_of(self, token_ids: tuple[int, ...]) -> int | None:
         """Depends on what is asked, and not on when: requests may come side by side."""
@@ -318,7 +327,7 @@ class ConversationSession:
         self._asked[request.state.token_ids] += 1
         self._claimed.add(request.builder)
         self._num_running += 1
-        self._num_used += len(request.between_ids) + request.num_allowed
+        self._num_used += request.num_between + request.num_allowed
         self._num_recorded += request.num_before + request.num_allowed
         self.num_turns += 1
 
@@ -331,7 +340,7 @@ class ConversationSession:
         self._num_used -= request.num_allowed
         self._num_recorded -= request.num_allowed
         if sampled is None or self._is_closed:
-            self._num_used -= len(request.between_ids)
+            self._num_used -= request.num_between
             self._num_recorded -= request.num_before
             return
         self._num_used += sampled.num_tokens
@@ -384,6 +393,16 @@ class ConversationSession:
             finish_reason = "tool_calls"
         num_prompt_tokens = len(request.state.token_ids)
         return ChatReply(sent, finish_reason, num_prompt_tokens, sampled.num_tokens)
+
+
+def _opening_of(messages: Sequence[Message]) -> list[Message]:
+    """Return what stands in front of the first reply."""
+    found = []
+    for message in messages:
+        if message["role"] == "assistant":
+            break
+        found.append(message)
+    return found
 
 
 def _stopped(request: _Request, sampled: Completion, stops: Sequence[str]) -> Completion:

@@ -8,7 +8,6 @@ from typing import TypeVar
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.tokenizer import TextTokenizer
-from grpo_megatron.data.turn_proof import prove
 from grpo_megatron.data.turn_tokens import TurnTokens
 from grpo_megatron.environments.failures import Failures
 from grpo_megatron.environments.protocol import Environment, ToolSchema
@@ -119,7 +118,7 @@ class _Domains:
     def _turn_tokens(self, domain: DomainConfig, tools: Sequence[ToolSchema]) -> TurnTokens:
         template = self._tokenizer.chat_template
         assert template is not None
-        turns = TurnTokens(
+        return TurnTokens(
             self._tokenizer,
             template,
             arguments=domain.template_arguments,
@@ -127,8 +126,6 @@ class _Domains:
             day=domain.template_date,
             assistant_prefix=domain.assistant_prefix,
         )
-        prove(turns)
-        return turns
 
     def _limits(self, settings: EpisodeConfig, max_tokens: int) -> EpisodeLimits:
         episode_tokens = max_tokens

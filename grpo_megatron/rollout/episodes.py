@@ -158,7 +158,7 @@ class _Episode:
 
     def _begin(self, observation: Observation) -> None:
         self._tools = observation.tools
-        self._turns = self._player.turn_tokens(observation.tools)
+        self._turns = self._player.turn_tokens(observation.tools, observation.messages)
         of_recipe = conversation_of(self._problem.metadata)
         messages = self._turns.escaped(observation.messages, known=of_recipe)
         self._state = self._turns.begin(messages)
@@ -192,7 +192,7 @@ class _Episode:
 
     def _goes_on(self, following: NextTurn, step: Step) -> bool:
         """Take the tokens before the next turn, if there is room for one token behind them."""
-        num_between = len(following.between_ids)
+        num_between = following.num_between
         num_ended = 0
         if following.restart is not None:
             num_ended = len(self._builder.token_ids)
@@ -256,7 +256,7 @@ class _Episode:
 
     async def _sample_unscorable(self) -> None:
         self._builder = await self._player.stand_in(
-            self._ask, self._problem.question, self._turn_seed(), self._limits
+            self._ask, self._problem, self._turn_seed(), self._limits
         )
 
     def _turn_seed(self) -> int | None:

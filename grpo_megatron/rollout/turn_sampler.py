@@ -7,12 +7,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.turn_proof import prove
 from grpo_megatron.data.turn_tokens import TurnTokens
 from grpo_megatron.environments.protocol import ToolSchema
+from grpo_megatron.environments.tools import opening as opening_of
+from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.segments import Ask, complete
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
 from grpo_megatron.rollout.tool_parsers import ReadReply
-from grpo_megatron.types import Completion
+from grpo_megatron.types import Completion, Problem
 
 ReplyReading = Callable[[str, Sequence[ToolSchema], int], ReadReply]
 """(text of a turn, tools, its number) -> what it says to the environment and the template."""
@@ -52,7 +55,7 @@ async def _load_nothing(_: Sequence[ToolSchema]) -> None:
 class TurnSampler:
     """Samples the turns of one domain's episodes; holds no state of any of them.
 
-    turn_tokens: of the domain's template with these tools, proved; read_reply: see `ReplyReading`;
+    turn_tokens: of the domain's template with these tools; read_reply: see `ReplyReading`;
     load_reading: readies it for replies with these tools; decode: token ids to text."""
 
     def __init__(
@@ -71,13 +74,15 @@ class TurnSampler:
         self._make_turn_tokens = turn_tokens
         self._turn_tokens: dict[str, TurnTokens] = {}
 
-    def turn_tokens(self, tools: Sequence[ToolSchema]) -> TurnTokens:
-        """Return the domain's turns with these tools, which are proved once. Raises DataError where
-        they cannot be."""
+    def turn_tokens(self, tools: Sequence[ToolSchema], opening: Sequence[Message]) -> TurnTokens:
+        """Return the domain's turns with these tools, which are proved once: behind any question,
+        or, for a template that wants more or writes no tools, behind `opening`, the conversation in
+        front of the first reply. Raises DataError where they cannot be."""
         key = json.dumps(list(tools), sort_keys=True)
         found = self._turn_tokens.pop(key, None)
         if found is None:
             found = self._make_turn_tokens(tools)
+            _prove(found, opening)
         self._turn_tokens[key] = found  # behind all others: it was used last
         if len(self._turn_tokens) > _MOST_TOOL_SETS:
             del self._turn_tokens[next(iter(self._turn_tokens))]
@@ -112,13 +117,13 @@ class TurnSampler:
         return sampled
 
     async def stand_in(
-        self, ask: Ask, question: str, seed: int | None, limits: EpisodeLimits
+        self, ask: Ask, problem: Problem, seed: int | None, limits: EpisodeLimits
     ) -> SequenceBuilder:
-        """Return a sequence of one token behind the question, or behind as much of it as fits, for
-        an episode that had no turn: it has neither reward nor loss. Errors as of `turn_tokens` and
-        `sample`."""
-        asked: Message = {"role": "user", "content": question}
-        state = self.turn_tokens(()).begin([asked], from_environment=True)
+        """Return a sequence of one token behind the problem's conversation, or behind as much of it
+        as fits, for an episode that had no turn: it has neither reward nor loss. Errors as of
+        `turn_tokens` and `sample`."""
+        asked = opening_of(problem)
+        state = self.turn_tokens((), asked).begin(asked, from_environment=True)
         token_ids = state.token_ids[: limits.max_sequence - 1]
         builder = SequenceBuilder(token_ids)
         sampled = await self.sample(ask, token_ids, max_tokens=1, seed=seed, routes_from=0)
@@ -135,3 +140,13 @@ class TurnSampler:
             text=self.decode(found.token_ids.tolist()),
             answered_ids=builder.prompt_ids,
         )
+
+
+def _prove(turns: TurnTokens, opening: Sequence[Message]) -> None:
+    """Raise DataError where the template proves neither with a question nor with `opening`."""
+    try:
+        prove(turns)
+    except DataError:
+        if not opening:
+            raise
+        prove(turns, turns.escaped(opening))

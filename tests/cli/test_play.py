@@ -56,6 +56,14 @@ GUESS = '{ name = "guess_number", arguments = { largest = 1, invalid_penalty = 0
 EXAMPLE = f'{{ command = ["python", "{ROOT}/examples/agent_program.py"] }}'
 HOSTILE = '{ name = "tests.environments.hostile:Obedient", max_turns = 3 }'
 
+NO_TOOLS = """{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.tool_calls %}
+{%- set call = m.tool_calls[0].function %}<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
+</tool_call>{% endif %}{{ '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+SYSTEM_FIRST = """{% if messages[0].role != 'system' %}
+{{- raise_exception('a system message is needed') }}{% endif %}"""
+
 
 @pytest.fixture
 def play(tmp_path, monkeypatch, capsys):
@@ -134,6 +142,25 @@ def test_an_episode_without_room_for_a_turn_is_named(play):
     assert code == 12 and "[turn" not in text
     assert "the episode has no turn: its first request has " in error
     assert "(max_model_len)" in error and "another --prompt" in error
+
+
+@pytest.mark.parametrize("guard", ["", SYSTEM_FIRST])
+def test_tools_may_be_described_by_the_recipe(play, tmp_path, guard):
+    """For a template that writes none, or wants a system message; there is none without one."""
+    write_tiny_model(tmp_path / "model", load_preset("tiny-qwen3-moe-agent"))
+    config = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings["chat_template"] = guard + NO_TOOLS
+    config.write_text(json.dumps(settings))
+    model = [f"model.path={tmp_path / 'model'}", "model.preset=null"]
+    described = [*model, "domains.0.system_prompt=calculate(expression)"]
+    typed = json.dumps(CALL) + "\n\n12\n"
+    code, text, _ = play(typed, *described, environment='{ name = "calculator" }')
+    assert code == 0 and "outcome: 1\ntool_calls: 1\n" in text
+    assert "  | <|system|>calculate(expression)<|end|><|user|>" in text
+    code, _, error = play(typed, *model, environment='{ name = "calculator" }')
+    assert code == 4
+    assert ("a system message is needed" if guard else "system_prompt") in error
 
 
 def test_a_turn_that_is_too_long_is_cut(play):

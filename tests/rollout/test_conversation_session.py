@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.turn_tokens import TurnTokens
@@ -336,6 +337,36 @@ def test_a_turn_that_was_refused_is_not_forgotten(tokenizer, sampler, side_by_si
         assert session.is_limited
 
     assert driven(policy, sampler, program, max_turns=2).truncated
+
+
+@pytest.mark.parametrize("kind", ["continued", "forked", "rewritten"])
+def test_what_the_program_says_counts_in_every_sequence(tokenizer, kind):
+    """Behind the first prompts; a reply has two tokens, a message of the program 43."""
+    policy = Policy(tokenizer, "1")
+
+    def turn_tokens(tools):
+        source = load_preset("tiny-qwen3-moe-agent").tokenizer["chat_template"]
+        if kind == "rewritten":
+            source = "{{ messages | length }}" + source
+        return TurnTokens(tokenizer, ChatTemplate(source, {}, "x"), tools=tools)
+
+    sampler = TurnSampler(turn_tokens=turn_tokens, read_reply=read_reply, decode=tokenizer.decode)
+
+    async def program(session):
+        messages = [user("1+1")]
+        for number in range(20):
+            reply = await asked(session, messages)
+            if kind != "forked" or number == 0:
+                messages += [reply, user("2" * 40)]
+
+    async def refused(session):
+        with pytest.raises(EpisodeOver, match="episode_tokens"):
+            await program(session)
+
+    found = driven(policy, sampler, refused, episode_tokens=200)
+    num_turns = sum(len(sequence.turns) for sequence in found.sequences)
+    assert num_turns == 5
+    assert len(found.sequences) == {"continued": 1, "forked": 4, "rewritten": 5}[kind]
 
 
 def test_a_micro_batch_holds_all_sequences_of_an_episode(tokenizer, sampler):

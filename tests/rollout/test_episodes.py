@@ -352,11 +352,35 @@ def test_markers_in_messages_of_the_recipe_are_markers(tokenizer, name):
     assert markers.count("<|end|>") - markers.count("<|tools|>") == 3  # its own, and two ends
 
 
+def source_of(directory) -> str:
+    """The chat template of a model."""
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    return config["chat_template"]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_the_environment_says_counts_where_a_sequence_begins_too(
+    tokenizer, directory, restarts
+):
+    class Long(Patient):
+        async def step(self, reply: Reply) -> Step:
+            return Step(({"role": "user", "content": "1" * 40},), outcome=Outcome(1.0))
+
+    source = source_of(directory)
+    if restarts:
+        source = source.replace("message.content", "message.content | trim")
+    template = ChatTemplate(source, {}, "changed")
+    script = Script(tokenizer, *[" 1"] * 9)
+    found = play(tokenizer, script, Long(), limits=replace(LIMITS, max_turns=9), template=template)
+    num_turns = sum(len(sequence.turns) for sequence in found.sequences)
+    assert (len(found.sequences) > 1) == restarts
+    assert num_turns == 5 and found.truncated
+
+
 def with_guard(directory, guard: str) -> ChatTemplate:
     """The chat template of a model, which refuses what `guard` raises for a message `m`."""
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    source = config["chat_template"]
-    return ChatTemplate(f"{{% for m in messages %}}{guard}{{% endfor %}}{source}", {}, "guarded")
+    guards = f"{{% for m in messages %}}{guard}{{% endfor %}}"
+    return ChatTemplate(guards + source_of(directory), {}, "guarded")
 
 
 ONE_CALL = (
