@@ -22,13 +22,14 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.data.json_bodies import read_json
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.environments.protocol import Environment, Unscorable
 from grpo_megatron.environments.python import refuse_long_programs
@@ -49,6 +50,7 @@ _DOMAIN = "served"
 _LOOK_S = 10.0
 _HIGHEST_PORT = 65535
 
+_Body = TypeVar("_Body", ResetRequest, StepRequest, CloseRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -112,7 +114,7 @@ class Server:
             return _json({"reason": error.message}, 422)
 
     async def _reset(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=ResetRequest)
+        asked = await _body(request, ResetRequest)
         environment = self._host.environment(_DOMAIN)
         problem = Problem(asked.question, asked.answer, asked.metadata)
         try:
@@ -125,7 +127,7 @@ class Server:
         return _json({"episode": number, "observation": PackedObservation.of(observation)})
 
     async def _step(self, request: web.Request) -> web.Response:
-        acted = msgspec.json.decode(await request.read(), type=StepRequest)
+        acted = await _body(request, StepRequest)
         episode = self._episodes[acted.episode]
         async with episode.busy:
             step = await episode.environment.step(acted.reply)
@@ -133,7 +135,7 @@ class Server:
         return _json({"step": PackedStep.of(step)})
 
     async def _close(self, request: web.Request) -> web.Response:
-        ended = msgspec.json.decode(await request.read(), type=CloseRequest)
+        ended = await _body(request, CloseRequest)
         episode = self._episodes.pop(ended.episode)
         await episode.environment.close()
         return _json({})
@@ -149,6 +151,14 @@ class Server:
                 if now - episode.used > self._idle_s and not episode.busy.locked():
                     del self._episodes[number]
                     await episode.environment.close()
+
+
+async def _body(request: web.Request, kind: type[_Body]) -> _Body:
+    """Return the body of a request. Raises MsgspecError where it is none."""
+    try:
+        return msgspec.convert(read_json(await request.read()), kind)
+    except (UnicodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.json_bodies import well_formed, well_formed_text
 from grpo_megatron.errors import DataError
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -56,7 +57,7 @@ def _plain(message: Mapping[str, Any], number: int) -> Message:
             continue
         if name == "tool_calls":
             value = _plain_calls(value, where)
-        plain[name] = _well_formed(value)
+        plain[name] = well_formed(value)
     return plain
 
 
@@ -64,7 +65,7 @@ def _text_of(content: Any, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return _well_formed_text(content)
+        return well_formed_text(content)
     if not isinstance(content, list):
         raise DataError(f"the content is {type(content).__name__}, not text", where=where)
     text = ""
@@ -80,7 +81,7 @@ def _text_of(content: Any, where: str) -> str:
             where=where,
             remedy="only text is trained",
         )
-    return _well_formed_text(text)
+    return well_formed_text(text)
 
 
 def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -143,18 +144,3 @@ def _as_table(arguments: Any) -> Any:
     if isinstance(table, dict):
         return table
     return arguments
-
-
-def _well_formed_text(text: str) -> str:
-    """Without halves of characters, which no tokenizer takes."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _well_formed(value: Any) -> Any:
-    if isinstance(value, str):
-        return _well_formed_text(value)
-    if isinstance(value, Mapping):
-        return {_well_formed_text(name): _well_formed(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_well_formed(item) for item in value]
-    return value

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.json_bodies import read_json
 from grpo_megatron.environments.protocol import ToolSchema
 from grpo_megatron.rollout.conversation_session import ChatReply
 
@@ -85,7 +86,7 @@ def read_request(body: bytes) -> tuple[ChatRequest, list[str]]:
 
     RequestRefused where it is none, or wants what cannot be trained."""
     try:
-        fields = msgspec.json.decode(body)
+        fields = read_json(body)
         request = msgspec.convert(fields, ChatRequest)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise RequestRefused(f"the body is no request: {error}") from error

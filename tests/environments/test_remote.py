@@ -99,6 +99,35 @@ def test_an_episode_comes_through_as_it_is(tmp_path):
     assert before[1]["episodes"] == 1 and after[1]["episodes"] == 0
 
 
+async def posted(endpoint, path, body: bytes):
+    """(status, answer) of a bare request."""
+    found = Endpoint.read(endpoint)
+    headers = {"Authorization": f"Bearer {found.token}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            f"http://{found.host}:{found.port}{path}", data=body, headers=headers
+        ) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+def test_half_of_a_character_is_no_text_and_refuses_nothing(tmp_path):
+    async def work(endpoint):
+        begin = {"question": "a\ud800b", "answer": "4", "metadata": {"\udc00": "x"}, "seed": 7}
+        begun = await posted(endpoint, "/reset", json.dumps(begin).encode())
+        reply = {"text": "1\ud83d", "tool_calls": [], "error": None}
+        act = {"episode": begun[1]["episode"], "reply": reply}
+        acted = await posted(endpoint, "/step", json.dumps(act).encode())
+        refused = await posted(endpoint, "/step", b"[" * 100_000)
+        return begun, acted, refused
+
+    begun, acted, refused = against(work, tmp_path)
+    assert begun[0] == acted[0] == 200 and refused[0] == 400
+    assert begun[1]["observation"]["messages"][0]["content"] == "Go on. a\ufffdb 7"
+    assert acted[1]["step"]["messages"][0]["content"] == "1\ufffd"
+
+
 def test_the_calculator_is_the_same_behind_a_server_and_a_process(tmp_path):
     replies = [Reply("", (ToolCall("calculate", {"expression": "2+2"}, "c"),)), Reply("4")]
 

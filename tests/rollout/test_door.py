@@ -254,7 +254,9 @@ def test_a_call_that_the_template_refuses_is_an_error_of_the_request(tokenizer, 
         (b"[]", 400),
         (b"\xff\xfe", 400),
         (b"[" * 100_000, 400),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"messages": "\\ud800"}', 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}], "n": NaN}', 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"', 400),
         (b'{"messages": [{"role": "user", "content": "' + b"x" * LARGEST_BODY + b'"}]}', 413),
     ],
 )
@@ -264,6 +266,21 @@ def test_bodies_that_are_no_requests(tokenizer, sampler, body, status):
         assert found == status and json.loads(answer)["error"]["message"]
 
     assert through(Policy(tokenizer, "a"), sampler, program) is None
+
+
+def test_half_of_a_character_is_no_text_and_refuses_nothing(tokenizer, sampler):
+    """A program that cuts a text within a character sends one."""
+    policy = Policy(tokenizer, "a")
+
+    async def program(client, opened):
+        message = {**QUESTION, "content": "1\ud83d", "name": "\udc00"}
+        body = {"model": "\ud83d", "messages": [message], "\ud83d": 1}
+        status, answer = await ask(opened.url, opened.key, body)
+        assert status == 200 and json.loads(answer)["model"] == "\ufffd"
+
+    through(policy, sampler, program)
+    tokens = [tokenizer.token_text(token) for token in policy.asked[0][0]]
+    assert tokens[:3] == ["<|user|>", "1", "?"]
 
 
 def test_other_paths_are_answered_in_openais_form(tokenizer, sampler):
