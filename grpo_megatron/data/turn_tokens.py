@@ -191,8 +191,19 @@ class TurnTokens:
         results: list[Message] = []
         for call in reply.get("tool_calls") or ():
             results.append({"role": "tool", "name": call["function"]["name"], "content": "0"})
+        return self.refusal(state, sampled_ids, reply, results)
+
+    def refusal(
+        self,
+        state: TurnState,
+        sampled_ids: Sequence[int],
+        reply: Message,
+        new_messages: Sequence[Message],
+    ) -> DataError | None:
+        """Return why there is no request behind `reply` and `new_messages`, as of `after`; None:
+        there is one."""
         try:
-            self.after(state, sampled_ids, reply, results)
+            self.after(state, sampled_ids, reply, new_messages)
         except DataError as error:
             return error
         return None

@@ -6,11 +6,12 @@ decoded and encoded again (`data.turn_tokens`)."""
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron import progress
-from grpo_megatron.data.conversation import conversation_of
+from grpo_megatron.data.conversation import Message, conversation_of
 from grpo_megatron.data.turn_tokens import NextTurn, TurnState
 from grpo_megatron.environments.protocol import (
     Environment,
@@ -187,8 +188,26 @@ class _Episode:
             return False
         if self._num_turns >= self._limits.max_turns or time.monotonic() >= self._ends_at:
             return False
-        following = self._turns.after(self._state, sampled_ids, read.message, step.messages)
+        following = self._following(sampled_ids, read.message, step)
+        if following is None:
+            self._finish_reason = "stop"  # no limit has ended it
+            return False
         return self._goes_on(following, step)
+
+    def _following(self, sampled_ids: Sequence[int], reply: Message, step: Step) -> NextTurn | None:
+        """Return the next request; None where the chat template refuses the reply (there are some
+        that take no empty one) and takes another in its place. Raises DataError where it takes
+        none: that is not the policy's doing."""
+        try:
+            return self._turns.after(self._state, sampled_ids, reply, step.messages)
+        except DataError:
+            if reply.get("tool_calls"):  # the template takes them, or they had been left out
+                raise
+            other = {"role": "assistant", "content": "0"}
+            refusal = self._turns.refusal(self._state, sampled_ids, other, step.messages)
+            if refusal is not None:
+                raise
+            return None
 
     def _goes_on(self, following: NextTurn, step: Step) -> bool:
         """Take the tokens before the next turn, if there is room for one token behind them."""

@@ -383,6 +383,26 @@ def with_guard(directory, guard: str) -> ChatTemplate:
     return ChatTemplate(guards + source_of(directory), {}, "guarded")
 
 
+NO_EMPTY = "{% if not m.content %}{{ raise_exception('no content') }}{% endif %}"
+
+
+def test_a_reply_that_the_template_refuses_ends_its_episode(tokenizer, directory):
+    class Judging(Patient):
+        async def step(self, reply: Reply) -> Step:
+            return replace(await super().step(reply), outcome=Outcome(0.5))
+
+    script = Script(tokenizer, "1", "", "408")
+    found = play(tokenizer, script, Judging(), template=with_guard(directory, NO_EMPTY))
+    assert len(found.turns) == 2 and found.outcome == 0.5 and not found.truncated
+
+    class Silent(Patient):
+        async def step(self, reply: Reply) -> Step:
+            return Step(({"role": "user", "content": ""},))
+
+    with pytest.raises(DataError, match="no content"):
+        play(tokenizer, Script(tokenizer, "1"), Silent(), template=with_guard(directory, NO_EMPTY))
+
+
 ONE_CALL = (
     "{% if m.tool_calls and m.tool_calls | length != 1 %}"
     "{{ raise_exception('one call at once') }}{% endif %}"
