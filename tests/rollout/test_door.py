@@ -241,7 +241,9 @@ def test_a_call_that_the_template_refuses_is_an_error_of_the_request(tokenizer, 
 
     def turn_tokens(tools):
         refuses = "{% if messages[-1].tool_calls %}{{ raise_exception('one call at once') }}"
-        return TurnTokens(tokenizer, ChatTemplate(refuses + "{% endif %}", {}, "x"))
+        source = load_preset("tiny-qwen3-moe-agent").tokenizer["chat_template"]
+        template = ChatTemplate(refuses + "{% endif %}" + source, {}, "x")
+        return TurnTokens(tokenizer, template, tools=tools)
 
     guarded = TurnSampler(turn_tokens=turn_tokens, read_reply=read_reply, decode=tokenizer.decode)
     assert through(policy, guarded, program) is None
