@@ -303,6 +303,7 @@ def load_graph(path: str | Path) -> Graph:
             where=file.where(tuple(first["loc"])),
             remedy="a stage has " + ", ".join(Stage.model_fields),
         ) from None
+    _refuse_places(graph.table.settings, "the graph", file.where(("settings",)))
     for name in graph.table.stages:
         _check_name(graph, name)
     for name, stage in graph.table.stages.items():
@@ -319,6 +320,19 @@ def load_graph(path: str | Path) -> Graph:
             _check_critic(graph, name)
             _check_adapters(graph, name)
     return graph
+
+
+def _refuse_places(settings: Sequence[str], owner: str, where: str) -> None:
+    """ConfigError for settings of what the graph itself says of its stages."""
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if key in _SET_BY_THE_GRAPH:
+            raise ConfigError(
+                f"{owner} cannot set {key!r}: a stage runs in a directory of its name, below the "
+                "graph's",
+                where=where,
+                remedy="take it away, or set runs_dir and name of the graph itself",
+            )
 
 
 def _check_name(graph: Graph, name: str) -> None:
@@ -366,6 +380,7 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
                 where=where,
                 remedy="take it away",
             )
+    _refuse_places(stage.settings, f"stage {name}", graph.file.where(("stages", name, "settings")))
     for text in stage.gates:
         try:
             parse_gate(text)

@@ -319,6 +319,24 @@ def test_an_input_that_no_stage_takes_is_one_message(graph_file, key, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("setting", ["name=other", "runs_dir = here"])
+@pytest.mark.parametrize("owner", ["stage one", "the graph"])
+def test_settings_of_what_the_graph_says_are_refused(graph_file, setting, owner):
+    text = f'settings = ["seed=1", "{setting}"]\n'
+    if owner == "the graph":
+        graph_file.write_text(text + graph_file.read_text())
+    else:
+        changed(
+            graph_file,
+            'settings = ["domains.0.weight=0", "optimizer.lr=1e-4"]\n',
+            text,
+        )
+    with pytest.raises(ConfigError) as error:
+        load_graph(graph_file)
+    assert f"{owner} cannot set '{setting.partition('=')[0].strip()}'" in str(error.value)
+    assert str(graph_file) in str(error.value)
+
+
 def test_arguments_of_a_domain_are_no_data_set(graph_file):
     key = "domains.0.rewards.0.arguments.path"
     changed(graph_file, '"model.path" = "base" }', f'"model.path" = "base", "{key}" = "base" }}')
