@@ -687,21 +687,26 @@ class RunConfig(Strict):
     def input_paths(self) -> dict[str, Path]:
         """What a run reads, by the key of the setting that names it: model, data sets, references,
         teachers, the critic's first weights."""
-        paths = {
-            "model.path": self.model.path,
-            "preferences.reference": self.preferences.reference,
-        }
-        if self.critic is not None:
-            paths["critic.path"] = self.critic.path
+        paths = {"model.path": self.model.path}
         if self.lora is not None:
             paths["lora.path"] = self.lora.path
         if self.experience is not None:
             paths["experience.path"] = self.experience.path
+        for number, domain in enumerate(self.domains):
+            paths[f"domains.{number}.path"] = domain.path
+        given = {key: path for key, path in paths.items() if path is not None}
+        return {**given, **self.paths_of_other_models}
+
+    @property
+    def paths_of_other_models(self) -> dict[str, Path]:
+        """Those of `input_paths` whose models are asked about the policy's tokens."""
+        paths = {"preferences.reference": self.preferences.reference}
+        if self.critic is not None:
+            paths["critic.path"] = self.critic.path
         if self.distillation is not None:
             for number, teacher in enumerate(self.distillation.teachers):
                 paths[f"distillation.teachers.{number}.path"] = teacher.path
         for number, domain in enumerate(self.domains):
-            paths[f"domains.{number}.path"] = domain.path
             paths[f"domains.{number}.reference"] = domain.reference
         return {key: path for key, path in paths.items() if path is not None}
 

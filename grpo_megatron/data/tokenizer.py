@@ -186,13 +186,14 @@ def fingerprint_of(path: Path) -> str | None:
 def token_with_another_id(path: Path, ours: Path) -> tuple[str, int, int] | None:
     """Return a token that the tokenizer.json in the checkpoint directory `path` knows by another id
     than that in `ours`, with both ids; None where there is none, or a directory has no such file.
-    One of them may lack tokens. Raises DataError where one is unreadable."""
+    One of them may lack tokens, and reserved ones, which no text has, may differ. Raises DataError
+    where one is unreadable."""
     if not all((directory / "tokenizer.json").is_file() for directory in (path, ours)):
         return None
     theirs = _backend(path).get_vocab()
     for token, our_id in _backend(ours).get_vocab().items():
         their_id = theirs.get(token, our_id)
-        if their_id != our_id:
+        if their_id != our_id and "reserved" not in token:
             return token, their_id, our_id
     return None
 

@@ -158,9 +158,8 @@ def refuse_other_tokens(config: RunConfig) -> None:
     with tokenizer_directory(config.model) as directory:
         if directory is None:
             return
-        for key, path in config.input_paths.items():
-            is_checkpoint = key.endswith((".reference", "critic.path")) or ".teachers." in key
-            if not is_checkpoint or not path.is_dir():
+        for key, path in config.paths_of_other_models.items():
+            if not path.is_dir():
                 continue
             found = token_with_another_id(path, directory)
             if found is None:

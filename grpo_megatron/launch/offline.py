@@ -36,6 +36,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """By precision, how far a step that is computed again may be from what was recorded, for another
 layout adds in another order: of the loss by the sum of its absolute terms, of a gradient norm by
 itself, of log-probs by the largest of them."""
+_NOT_TRAINED = {"telemetry", "gates", "watch", "checkpoint"}
+"""Tables of a recipe that change nothing of what ranks compute."""
 
 
 def recorded_steps(run_dir: RunDir) -> list[int]:
@@ -171,7 +173,7 @@ class OfflineTrainer:
     async def _go_on_with(self, resolved: ResolvedConfig, state: RunState, start: int) -> RunState:
         """Have ranks with other settings go on, as in the run: by a checkpoint, here in scratch.
         start: the step that the ranks began with, whose checkpoint may name a reference."""
-        if resolved.config == self.config:
+        if _trains_alike(resolved.config, self.config):
             return state
         checkpoint = self.scratch.step_checkpoint(state.step)
         self._link_reference_of(start)
@@ -242,6 +244,11 @@ async def offline_trainer(
     finally:
         await trainer.stop()
     shutil.rmtree(scratch.root, ignore_errors=True)
+
+
+def _trains_alike(one: RunConfig, other: RunConfig) -> bool:
+    """Whether ranks with either configuration train the same."""
+    return one.model_dump(exclude=_NOT_TRAINED) == other.model_dump(exclude=_NOT_TRAINED)
 
 
 def _starts(run_dir: RunDir) -> list[int]:

@@ -51,6 +51,8 @@ def settings_unless_refused(run_dir: RunDir, overrides: Sequence[str]) -> Iterat
         if is_taken or not has_checkpoint or not is_changed:
             return ""
         write_atomically(run_dir.config, before)
+        if not overrides:  # an older file was only written anew
+            return ""
         return f"config.json is as it was, without {shlex.join(overrides)}"
 
     try:
@@ -58,7 +60,9 @@ def settings_unless_refused(run_dir: RunDir, overrides: Sequence[str]) -> Iterat
     except BaseException as error:
         told = put_back()
         if told and isinstance(error, GrpoMegatronError):
-            error.remedy = "; ".join([*filter(None, [error.remedy]), told])
+            if error.remedy:
+                told = f"{error.remedy}; {told}"
+            error.remedy = told
         raise
     told = put_back()
     if told:

@@ -174,7 +174,8 @@ def test_transformers_reads_the_tiny_model(tiny_model, tokenizer):
 
 
 def test_tokens_are_compared_by_their_ids(tmp_path):
-    """A tokenizer that lacks a token of the other one, and a missing one, differ in nothing."""
+    """A tokenizer that lacks a token of the other one, or reserves others, and a missing one differ
+    in nothing."""
     ours = tmp_path / "ours"
     theirs = tmp_path / "theirs"
     for directory in (ours, theirs):
@@ -186,6 +187,12 @@ def test_tokens_are_compared_by_their_ids(tmp_path):
     last = max(vocabulary, key=vocabulary.get)
     del vocabulary[last]
     file.write_text(json.dumps(tokenizer))
+    assert token_with_another_id(theirs, ours) is None
+    of_ours = json.loads((ours / "tokenizer.json").read_text())
+    for changed, number in ((tokenizer, 500), (of_ours, 501)):
+        changed["model"]["vocab"]["<|reserved_7|>"] = number
+    file.write_text(json.dumps(tokenizer))
+    (ours / "tokenizer.json").write_text(json.dumps(of_ours))
     assert token_with_another_id(theirs, ours) is None
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(tokenizer))

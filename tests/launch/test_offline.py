@@ -147,6 +147,16 @@ def test_every_step_on_the_way_is_trained_with_its_own_settings(tmp_path, ranks)
     assert ranks.has_reference == [True] and sorted(run_dir.checkpoints.rglob("*")) == before
 
 
+def test_settings_that_train_the_same_need_no_other_ranks(tmp_path, ranks):
+    run_dir = make_run(tmp_path, 3)
+    record_settings(run_dir, 0)
+    set_recipe(run_dir, "telemetry.tensorboard=true", "checkpoint.keep=7")
+    record_settings(run_dir, 1)
+    go_to(run_dir, 2)
+    asked = [request for _, request, _ in ranks.asked]
+    assert asked == ["SnapshotReference", "Train", "Train"]
+
+
 def test_samples_of_older_weights_are_measured_with_the_settings_of_their_step(tmp_path, ranks):
     run_dir = make_run(tmp_path, 4, "optimizer.lr=1e-3")
     record_settings(run_dir, 0)

@@ -190,6 +190,7 @@ def test_a_resume_with_the_same_settings_says_nothing_of_them(tmp_path, monkeypa
     run_dir = make_run(tmp_path / "q1")
     add_checkpoint(run_dir)
     monkeypatch.setattr(local, "_run", Ending(raised=DataError("damaged", remedy="x")))
+    run_dir.config.write_text(run_dir.config.read_text() + " ")  # and is written anew without it
     with pytest.raises(DataError) as caught:
         local.resume(run_dir.root, [])
     assert caught.value.remedy == "x"
