@@ -196,6 +196,14 @@ class SampleBatch:
         """Return the mean of every sample's tokens, [n] -> [N]; 0 for an empty one."""
         return self.sums(values) / self.token_counts.clamp(min=1)
 
+    def largest(self, magnitudes: Tensor) -> Tensor:
+        """Return the largest of every sample's tokens, none of them negative, [n] -> [N]; 0 for an
+        empty one."""
+        if not len(self):
+            return magnitudes.new_zeros(0)
+        found = torch.segment_reduce(magnitudes, "max", lengths=self.token_counts, unsafe=True)
+        return found.clamp(min=0)
+
     def flat_index(self, rows: Tensor) -> Tensor:
         """Return where the tokens of `rows` (int64 [S]) are in the flat columns, in their order:
         int64 [n of these samples]."""

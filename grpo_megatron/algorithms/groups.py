@@ -15,8 +15,8 @@ ZERO_VARIANCE = 1e-8
 """Groups whose rewards differ by no more have no signal (a test on rewards, not on deviations)."""
 ROUNDING = 1e-12
 """Share of its terms up to which a difference in float64 is one of rounding."""
-ROUNDING_OF_FLOAT32 = 1e-6
-"""The same of what tokens have in float32."""
+ROUNDING_OF_FLOAT32 = 2.5e-7
+"""The same of what tokens have in float32: four units of its last place."""
 
 
 def without_rounding(differences: Tensor, terms: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from grpo_megatron.checkpoints.shard_files import (
     refuse_misread,
 )
 from grpo_megatron.checkpoints.stacked_experts import stacks_in
-from grpo_megatron.data.tokenizer import fingerprint_of
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.data.tokenizer import token_with_another_id
+from grpo_megatron.errors import CheckpointError, ConfigError
 from grpo_megatron.files import empty_directory
 from grpo_megatron.plan.family import family_names, tables_of
 from grpo_megatron.plan.hf_config import model_fields, other_computation, other_field
@@ -91,14 +91,14 @@ def _refuse_other_models(configs: Mapping[Path, dict[str, Any]]) -> None:
                 where=str(path / "config.json"),
                 remedy="merge models that descend from one",
             )
-        found = fingerprint_of(path)
-        wanted = fingerprint_of(first)
-        if found is not None and wanted is not None and found != wanted:
+        token = token_with_another_id(path, first)
+        if token is not None:
+            text, their_id, first_id = token
             raise CheckpointError(
-                f"its tokenizer is not that of the model in {first}",
+                f"its tokenizer has the id {their_id} for {text!r}, that of the model in {first} "
+                f"{first_id}",
                 where=str(path / "tokenizer.json"),
-                remedy="merge models that descend from one; if only rules differ and every token "
-                "has the same id, copy the first one's tokenizer.json",
+                remedy="merge models that descend from one",
             )
 
 
@@ -112,15 +112,24 @@ def _difference(path: Path, first: Path) -> str:
     our_labels = labels_of(ours)
     if their_labels != our_labels:
         return f"the scalars of its head are {their_labels}, of {owner} {our_labels}"
-    if not (_is_computed(theirs) and _is_computed(ours)):
-        return other_field(theirs, ours, owner)
-    model_fields(theirs, where=str(path / "config.json"))
-    model_fields(ours, where=str(first / "config.json"))
-    return other_computation(theirs, ours, owner)
+    if _is_trained(theirs) and _is_trained(ours):
+        return other_computation(theirs, ours, owner)
+    return other_field(theirs, ours, owner)
 
 
-def _is_computed(hf: Mapping[str, Any]) -> bool:
-    """Whether the trainer knows what the fields of a config.json mean."""
+def _is_trained(hf: Mapping[str, Any]) -> bool:
+    """Whether the trainer knows what all fields of a config.json mean, and computes them."""
+    if not _is_of_family(hf):
+        return False
+    try:
+        model_fields(hf)
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_of_family(hf: Mapping[str, Any]) -> bool:
+    """Whether the trainer knows the tensors of a model."""
     model_type = hf.get("model_type")
     return model_type in family_names() and not tables_of(model_type).get("lacks")
 
@@ -144,9 +153,8 @@ def _entries(
 def _names_with_own_dtype(directory: Path, names: Sequence[str]) -> set[str]:
     """Return the tensors that a wanted dtype is not for; none of a family that is not known."""
     hf = read_config(directory)
-    if not _is_computed(hf):
+    if not _is_of_family(hf):
         return set()
-    model_fields(hf, where=str(directory / "config.json"))
     return names_with_own_dtype(hf, names)
 
 

@@ -116,9 +116,9 @@ def load_objective(
     """Return choices of a preset with changes (`clip_low=0.1`, `domain.math.kl_beta=0.01`), and
     what each domain sets for itself. Raises as `load_recipe`."""
     tables = []
-    for name in domains:
+    for index in range(len(domains)):
         table = {
-            "name": name,
+            "name": f"domain{index}",  # a case may call its domains what no recipe may
             "source": "file",
             "path": "case",
             "objective": {},
@@ -139,9 +139,9 @@ def load_objective(
     problems = apply_overrides(overlay, [_full_key(text, domains) for text in overrides])
     config = valid(overlay, problems, (), "objective")
     of_domains = {}
-    for domain in config.domains:
+    for name, domain in zip(domains, config.domains, strict=True):
         if domain.objective:
-            of_domains[domain.name] = domain.objective
+            of_domains[name] = domain.objective
     return config.objective, of_domains
 
 

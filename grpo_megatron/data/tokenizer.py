@@ -175,23 +175,18 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     )
 
 
-def fingerprint_of(path: Path) -> str | None:
-    """Return `TextTokenizer.fingerprint` of the tokenizer.json in a checkpoint directory; None
-    where there is none. Raises DataError where it is unreadable."""
-    if not (path / "tokenizer.json").is_file():
-        return None
-    return _fingerprint(_backend(path))
-
-
 def token_with_another_id(path: Path, ours: Path) -> tuple[str, int, int] | None:
-    """Return a token that the tokenizer.json in the checkpoint directory `path` knows by another id
-    than that in `ours`, with both ids; None where there is none, or a directory has no such file.
-    One of them may lack tokens, and reserved ones, which no text has, may differ. Raises DataError
-    where one is unreadable."""
+    """Return the first token that the tokenizer.json in the checkpoint directory `path` knows by
+    another id than that in `ours`, with both ids; None where there is none, or a directory has no
+    such file. One of them may lack tokens, and reserved ones, which no text has, may differ.
+
+    Raises DataError where one is unreadable."""
     if not all((directory / "tokenizer.json").is_file() for directory in (path, ours)):
         return None
     theirs = _backend(path).get_vocab()
-    for token, our_id in _backend(ours).get_vocab().items():
+    vocabulary = _backend(ours).get_vocab()
+    for token in sorted(vocabulary, key=vocabulary.__getitem__):
+        our_id = vocabulary[token]
         their_id = theirs.get(token, our_id)
         if their_id != our_id and "reserved" not in token:
             return token, their_id, our_id

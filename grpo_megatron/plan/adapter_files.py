@@ -28,6 +28,13 @@ _HARMLESS = frozenset(
         "lora_dropout",
         "inference_mode",
         "eva_config",
+        "lora_dtype",
+        "lorap_lr_ratio",
+        "lorap_emb_lr",
+        "runtime_config",
+        # how adapters began, which init_lora_weights says, too, where it matters
+        "loftq_config",
+        "corda_config",
         # for finding classes and files
         "base_model_name_or_path",
         "revision",

@@ -64,17 +64,35 @@ def other_computation(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner:
 
 
 def other_field(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner: str) -> str:
-    """Return the first field that may change what a model of any family computes, and differs from
-    that of `ours`, the config.json of `owner`; empty: none."""
-    ignored = tables_of("base")["fields"]["ignored"]
-    our_fields = unified(ours)
-    their_fields = unified(theirs)
-    for name in our_fields | their_fields:
+    """Return the first field that both have, that may change what a model of any family computes,
+    and that differs from that of `ours`, the config.json of `owner`; empty: none.
+
+    A field that one of them lacks is taken for a default that another release wrote: the weights
+    are of the same names and shapes."""
+    ignored = {*tables_of("base")["fields"]["ignored"], *_OF_USE}
+    our_fields = _with_one_rope(unified(ours))
+    their_fields = _with_one_rope(unified(theirs))
+    for name, wanted in our_fields.items():
         found = their_fields.get(name)
-        wanted = our_fields.get(name)
-        if name not in ignored and found != wanted:
+        is_told_by_both = found is not None and wanted is not None
+        if is_told_by_both and name not in ignored and found != wanted:
             return f"{name} of its config.json is {found!r}, of {owner} {wanted!r}"
     return ""
+
+
+_OF_USE = ("attention_dropout", "max_position_embeddings", "quantization_config")
+"""Fields of how a model is trained and served, not of what its weights compute."""
+
+
+def _with_one_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with theta in the table of rotary embeddings, as transformers 5 writes
+    it, and the table under its newer name."""
+    found = dict(fields)
+    table = _rope_table(found, "rope_parameters") or _rope_table(found, "rope_scaling")
+    found.pop("rope_scaling", None)
+    theta = found.pop("rope_theta", None)
+    found["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, **table}
+    return found
 
 
 def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_models_with_other_tokens_are_refused(tmp_path):
     one = checkpoint(tmp_path / "one", QWEN, w=torch.ones(4))
     two = checkpoint(tmp_path / "two", QWEN, tokens=("b", "a"), w=torch.ones(4))
     error = refused(tmp_path, one, two)
-    assert "its tokenizer is not that of the model in" in error.message
+    assert f"has the id 1 for 'a', that of the model in {one} 0" in error.message
     assert error.where == str(two / "tokenizer.json")
 
 
@@ -136,6 +137,55 @@ def test_a_tokenizer_may_be_laid_out_otherwise(tmp_path):
     file = two / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
     assert torch.equal(merged(tmp_path, one, two)["w"], torch.ones(4))
+
+
+def test_a_tokenizer_may_have_further_tokens(tmp_path):
+    one = checkpoint(tmp_path / "one", QWEN, w=torch.ones(4))
+    two = checkpoint(tmp_path / "two", QWEN, tokens=("a", "b", "<pad>"), w=torch.ones(4))
+    assert torch.equal(merged(tmp_path, one, two)["w"], torch.ones(4))
+
+
+LLAMA = dict(load_preset("llama-3.1-8b").hf)
+GEMMA = {"model_type": "gemma2", "hidden_size": 8, "rope_theta": 1e4, "head_dim": 4}
+"""Of a family that the trainer does not know."""
+GEMMA_BY_TRANSFORMERS_5 = {
+    "model_type": "gemma2",
+    "hidden_size": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "layer_types": ["full_attention"],
+    "head_dim": 4,
+    "attention_dropout": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        pytest.param(
+            LLAMA,
+            LLAMA | {"unsloth_version": "2026.1", "_attn_implementation": "sdpa"},
+            id="written by another trainer",
+        ),
+        pytest.param(
+            LLAMA | {"sliding_window": 4096, "torch_dtype": "float32"},
+            LLAMA | {"sliding_window": 4096, "torch_dtype": "bfloat16"},
+            id="alike in what is not trained here",
+        ),
+        pytest.param(GEMMA, GEMMA_BY_TRANSFORMERS_5, id="saved again by transformers 5"),
+    ],
+)
+def test_fine_tunes_of_one_model_are_merged_and_exported(tmp_path, ours, theirs):
+    one = checkpoint(tmp_path / "one", ours, w=torch.zeros(4))
+    two = checkpoint(tmp_path / "two", theirs, w=torch.ones(4))
+    assert torch.equal(merged(tmp_path, one, two)["w"], torch.full((4,), 0.5))
+    shutil.rmtree(tmp_path / "out")
+    assert torch.equal(merged(tmp_path, two, dtype="bfloat16")["w"], torch.ones(4).bfloat16())
+
+
+def test_another_theta_of_a_family_that_is_not_known_is_seen_in_either_form(tmp_path):
+    one = checkpoint(tmp_path / "one", GEMMA | {"rope_theta": 5e5}, w=torch.zeros(4))
+    two = checkpoint(tmp_path / "two", GEMMA_BY_TRANSFORMERS_5, w=torch.ones(4))
+    assert "rope_parameters of its config.json" in refused(tmp_path, one, two).message
 
 
 def test_what_chooses_experts_keeps_its_dtype(tmp_path):

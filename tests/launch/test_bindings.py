@@ -226,8 +226,7 @@ def test_nothing_starts_with_a_teacher_of_other_tokens(
     settings = [*FROM_FILE, *model, *settings, f"{key}=other", "runs_dir=here"]
     assert main([command, RECIPE, *site, *settings]) == 4
     said = capsys.readouterr().err
-    assert f"{key}: its tokenizer has the id" in said
-    assert f"{vocabulary['a']} for 'a'" in said or f"{vocabulary['b']} for 'b'" in said
+    assert f"{key}: its tokenizer has the id {vocabulary['a']} for 'a'" in said
     assert queued == []
     assert not (tmp_path / "here").exists()
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.groups import Groups, by_groups, without_rounding
-from grpo_megatron.algorithms.ratios import segment_max
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 
@@ -152,22 +151,17 @@ def whiten(
             return found
         return batch.to_tokens(found.to(values.dtype))
 
-    def largest() -> Tensor:
-        """Return the largest magnitude in the scope of each sample, [N]."""
-        of_sample = values.abs()
-        if per_token:
-            every_sample = torch.arange(len(batch))
-            of_sample = segment_max(of_sample, batch.to_tokens(every_sample), batch.token_counts)
-            of_sample = of_sample.clamp(min=0)  # of a sample without tokens
-        return Groups(scope.ids, valid).largest(of_sample).double()
-
     scope = Groups(batch.scopes(o.statistics_scope), torch.ones_like(valid))
+    magnitudes = values.abs()
+    if per_token:
+        magnitudes = batch.largest(magnitudes)
+    largest = Groups(scope.ids, valid).largest(magnitudes).double()
     mass = valid.double()
     if o.whiten == "tokens":
         mass = mass * batch.token_counts
     total = scope.sum(mass)
     mean = scope.sum(mass * of_samples(values)) / total.clamp(min=1)
-    centred = without_rounding(values - like_values(mean), like_values(largest()))
+    centred = without_rounding(values - like_values(mean), like_values(largest))
     divisor = (total - int(o.std_kind == "sample")).clamp(min=1)
     std = (scope.sum(mass * of_samples(centred**2)) / divisor).sqrt() + o.advantage_eps
     scale = torch.where(valid & (std > 0), 1 / std.clamp(min=1e-300), 0.0)
