@@ -2,7 +2,7 @@
 samples, with the very tokens that the policy sampled."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -109,18 +109,18 @@ class _Recording:
         for path in self.steps:
             table = SampleTable(path)
             for rows in self._groups(table, dropped):
-                prompt, answers = self._read(table, rows, tokenizer)
-                correct = self._correct(table, rows)
                 if not is_paired:
-                    labelled += _labelled(prompt, answers, correct)
+                    labelled += self._labelled(table, rows, tokenizer)
                     continue
-                usable = [True] * len(rows)
-                pair = pair_of(table.reward[rows], correct, usable, self._how)
+                comparable = _behind_one_prompt(table, rows)
+                num_others = len(rows) - len(comparable)
+                if num_others:
+                    dropped["samples behind another prompt than most of their group"] += num_others
+                pair = self._pair(table, comparable, tokenizer)
                 if pair is None:
                     dropped[f"groups without a pair ({self._how})"] += 1
-                    continue
-                both = answers[pair.chosen], answers[pair.rejected]
-                pairs.append(pair_preference(prompt, both, pair.margin))
+                else:
+                    pairs.append(pair)
         return RecordedAnswers(pairs, labelled, dropped)
 
     def _groups(self, table: SampleTable, dropped: Counter[str]) -> Iterator[np.ndarray]:
@@ -138,18 +138,41 @@ class _Recording:
                 continue
             yield rows
 
-    def _read(
+    def _pair(
         self, table: SampleTable, rows: np.ndarray, tokenizer: TextTokenizer
-    ) -> tuple[Prompt, list[Completion]]:
-        ids = tuple(table.prompt_ids(int(rows[0])).tolist())
-        name = self._domain.name
-        prompt = Prompt("", name, tokenizer.decode_exactly(ids), ids, "")
-        answers = []
-        for row in rows.tolist():
-            token_ids, _ = table.completion(row)
-            text = tokenizer.decode(token_ids.tolist())
-            answers.append(unsampled(token_ids.tolist(), 0, "stop", text))
-        return prompt, answers
+    ) -> Preference | None:
+        """Return the pair of samples with one prompt, None where there is none. rows: int64."""
+        usable = [True] * len(rows)
+        correct = self._correct(table, rows)
+        pair = pair_of(table.reward[rows], correct, usable, self._how)
+        if pair is None:
+            return None
+        prompt = self._prompt(table, int(rows[0]), tokenizer)
+        chosen = _answer(table, int(rows[pair.chosen]), tokenizer)
+        rejected = _answer(table, int(rows[pair.rejected]), tokenizer)
+        return pair_preference(prompt, (chosen, rejected), pair.margin)
+
+    def _labelled(
+        self, table: SampleTable, rows: np.ndarray, tokenizer: TextTokenizer
+    ) -> list[LabelledAnswer]:
+        """Return the samples of which it is known whether they are correct, each behind the prompt
+        that it answers. rows: of one group, int64 [G]."""
+        found = []
+        prompts: dict[bytes, Prompt] = {}  # equal ones are kept once
+        for row, label in zip(rows.tolist(), self._correct(table, rows).tolist(), strict=True):
+            if np.isnan(label):
+                continue
+            key = table.prompt_ids(row).tobytes()
+            if key not in prompts:
+                prompts[key] = self._prompt(table, row, tokenizer)
+            found.append((prompts[key], _answer(table, row, tokenizer), label))
+        return found
+
+    def _prompt(self, table: SampleTable, row: int, tokenizer: TextTokenizer) -> Prompt:
+        """Return what the engine read before a sample. Samples of a group differ in that where they
+        are retries or have exemplars."""
+        ids = tuple(table.prompt_ids(row).tolist())
+        return Prompt("", self._domain.name, tokenizer.decode_exactly(ids), ids, "")
 
     def _correct(self, table: SampleTable, rows: np.ndarray) -> np.ndarray:
         """1, 0 or NaN by the run's own accuracy component, float64 [G]."""
@@ -158,12 +181,14 @@ class _Recording:
         return np.where(np.isnan(values), np.nan, values >= of_run.least_correct)
 
 
-def _labelled(
-    prompt: Prompt, answers: Sequence[Completion], correct: np.ndarray
-) -> list[LabelledAnswer]:
-    """Return the answers with a label. correct: 1 right, 0 wrong, NaN not known; [G]."""
-    found = []
-    for answer, label in zip(answers, correct, strict=True):
-        if not np.isnan(label):
-            found.append((prompt, answer, float(label)))
-    return found
+def _behind_one_prompt(table: SampleTable, rows: np.ndarray) -> np.ndarray:
+    """Return the rows of a group with the prompt that most of them have, the first of equally
+    frequent ones; int64."""
+    prompts = [table.prompt_ids(row).tobytes() for row in rows.tolist()]
+    [(most_common, _)] = Counter(prompts).most_common(1)
+    return rows[[prompt == most_common for prompt in prompts]]
+
+
+def _answer(table: SampleTable, row: int, tokenizer: TextTokenizer) -> Completion:
+    token_ids = table.completion(row)[0].tolist()
+    return unsampled(token_ids, 0, "stop", tokenizer.decode(token_ids))

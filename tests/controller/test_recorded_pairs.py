@@ -35,22 +35,31 @@ def run(tmp_path_factory):
     domain = resolved.config.domains[0]
     groups = []
     for number, (question, answers) in enumerate(GROUPS.items()):
-        completions = []
-        for answer in answers:
-            ids = np.array([*tokenizer.encode(answer), tokenizer.eos_token_id], np.int32)
-            span = (VersionSpan(0, 0, len(ids)),)
-            completions.append(
-                Completion(ids, np.zeros(len(ids), np.float32), span, "stop", answer)
-            )
+        completions = [completion(tokenizer, answer) for answer in answers]
         prompt = Prompt(question, domain.name, question, tuple(tokenizer.encode(question)), "")
         correct = np.array([1.0, 0.0, np.nan] if number < 2 else [0.0, 0.0, 0.0])
         components = {domain.accuracy_component: correct}
         group = RolloutGroup(prompt, tuple(completions), 0)
         groups.append(ScoredGroup(group, components, correct))
-    facts = StepFacts(kind="rl", domains=[domain.name])
-    in_store = stored(run_dir.rollouts / "x", groups)
-    record_step(run_dir.step_store(0), in_store, 1, facts, tokenizer.decode)
+    record(run_dir, 0, groups, domain.name, tokenizer)
     return run_dir, tokenizer, domain.name
+
+
+def completion(tokenizer, answer: str, *, behind: str | None = None) -> Completion:
+    """behind: what the engine read in place of the prompt of the group."""
+    ids = np.array([*tokenizer.encode(answer), tokenizer.eos_token_id], np.int32)
+    span = (VersionSpan(0, 0, len(ids)),)
+    answered_ids = None
+    if behind is not None:
+        answered_ids = tuple(tokenizer.encode(behind))
+    logprobs = np.zeros(len(ids), np.float32)
+    return Completion(ids, logprobs, span, "stop", answer, answered_ids=answered_ids)
+
+
+def record(run_dir: RunDir, step: int, groups, domain: str, tokenizer) -> None:
+    facts = StepFacts(kind="rl", domains=[domain])
+    in_store = stored(run_dir.rollouts / "x", groups)
+    record_step(run_dir.step_store(step), in_store, 1, facts, tokenizer.decode)
 
 
 def recipe(run_dir: RunDir, loss: str = "dpo", **arguments) -> RunConfig:
@@ -96,6 +105,78 @@ def test_labels_are_correctness(run):
     labels = sorted(one.labels[0] for one in found.by_id.values())
     # NaN is no label; of the two equal answers to 3 + 3 one is left
     assert labels == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.fixture(scope="module")
+def aided_run(run, tmp_path_factory):
+    """Two groups with samples that went on from something else than the question: retries behind
+    an attempt, and answers behind a solved question. One retry has the highest reward."""
+    of_demo, tokenizer, name = run
+    run_dir = RunDir(tmp_path_factory.mktemp("aided"))
+    resolved = load_recipe("demo/gspo-moe-cpu")
+    write_resolved(run_dir.config, resolved)
+    run_dir.model.symlink_to(of_demo.model)
+    component = resolved.config.domains[0].accuracy_component
+    groups = []
+    for question in ("1 + 1 =", "2 + 2 ="):
+        completions = (
+            completion(tokenizer, "7", behind=f"{question}9 8 {question}"),
+            completion(tokenizer, "5"),
+            completion(tokenizer, "6"),
+            completion(tokenizer, "4", behind=f"3 + 3 = 6 {question}"),
+        )
+        prompt = Prompt(question, name, question, tuple(tokenizer.encode(question)), "")
+        rewards = np.array([1.0, 0.25, 0.5, 0.0])
+        group = RolloutGroup(prompt, completions, 0)
+        groups.append(ScoredGroup(group, {component: np.array([1.0, 0.0, 1.0, 0.0])}, rewards))
+    record(run_dir, 0, groups, name, tokenizer)
+    return run_dir, tokenizer
+
+
+@pytest.mark.parametrize("how", ["best_worst", "correct_incorrect"])
+def test_pairs_are_of_samples_behind_the_same_prompt(aided_run, how):
+    run_dir, tokenizer = aided_run
+    found = load(recipe(run_dir, pairs=how), tokenizer)
+    assert sorted(one.prompt.text for one in found.by_id.values()) == ["1 + 1 =", "2 + 2 ="]
+    for one in found.by_id.values():
+        assert (one.answers[0].text, one.answers[1].text, one.margin) == ("6", "5", 0.25)
+    assert any("4 samples behind another prompt" in text for text in found.dropped)
+
+
+def test_labelled_answers_are_behind_what_they_were_sampled_behind(aided_run):
+    run_dir, tokenizer = aided_run
+    found = load(recipe(run_dir, "kto"), tokenizer)
+    labelled = set()
+    for one in found.by_id.values():
+        labelled.add((one.prompt.text, one.answers[0].text, one.labels[0]))
+        assert one.prompt.token_ids == tuple(tokenizer.encode(one.prompt.text))
+    wanted = set()
+    for question in ("1 + 1 =", "2 + 2 ="):
+        wanted.add((f"{question}9 8 {question}", "7", 1.0))
+        wanted.add((question, "5", 0.0))
+        wanted.add((question, "6", 1.0))
+        wanted.add((f"3 + 3 = 6 {question}", "4", 0.0))
+    assert labelled == wanted
+
+
+def test_a_group_whose_samples_all_have_another_prompt_has_no_pair(run, tmp_path):
+    of_demo, tokenizer, name = run
+    run_dir = RunDir(tmp_path)
+    resolved = load_recipe("demo/gspo-moe-cpu")
+    write_resolved(run_dir.config, resolved)
+    run_dir.model.symlink_to(of_demo.model)
+    component = resolved.config.domains[0].accuracy_component
+    prompt = Prompt("p", name, "1 + 1 =", tuple(tokenizer.encode("1 + 1 =")), "")
+    completions = (
+        completion(tokenizer, "2", behind="1 + 1 =3 1 + 1 ="),
+        completion(tokenizer, "4", behind="1 + 1 =4 1 + 1 ="),
+    )
+    rewards = np.array([1.0, 0.0])
+    group = ScoredGroup(RolloutGroup(prompt, completions, 0), {component: rewards}, rewards)
+    record(run_dir, 0, [group], name, tokenizer)
+    recorded = recorded_answers(recipe(run_dir), tokenizer)["own"]
+    assert recorded.pairs == []
+    assert sum(recorded.dropped.values()) == 2  # the second sample, and the group
 
 
 def test_what_is_no_recording(run, tmp_path):
