@@ -3,6 +3,7 @@
 Shuffles sort by a hash of (seed, domain, epoch, prompt id): no generator, no order of the data."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,12 @@ from grpo_megatron.types import Prompt
 class PromptSampler:
     """Draws prompts; `state_dict` is a few numbers per domain, ready for JSON.
 
-    Domains take turns so that after N prompts a domain of weight w has had N·w/Σw of them, within
-    one. Within an epoch of a domain no prompt repeats; within a batch none does either. With
+    Domains take turns by smooth weighted round-robin: each turn is that of the domain that is
+    furthest behind its share, N·w/Σw of N turns. Of k domains none is ever a whole prompt ahead of
+    its share, or more than 1/2 + 1/3 + … + 1/k prompts behind it. A domain that runs out in a draw
+    with excluded prompts does not make up for the turns that it missed.
+
+    Within an epoch of a domain no prompt repeats; within a batch none does either. With
     `curriculum` they are drawn by success rate instead of epoch by epoch. `size_setting` says how
     many are drawn at a time, for the message where a domain has fewer."""
 
@@ -34,6 +39,7 @@ class PromptSampler:
         self._size_setting = size_setting
         self._weights = {name: float(weights[name]) for name in train}
         self._num_drawn = dict.fromkeys(train, 0)
+        self._num_passed = dict.fromkeys(train, 0)  # turns that count as had, without a prompt
         self._prompts: dict[str, dict[str, Prompt]] = {}
         self._orders: dict[str, Curriculum | Epochs] = {}
         for name, prompts in train.items():
@@ -54,23 +60,16 @@ class PromptSampler:
             self._identity[f"prompts of domain {name!r}"] = identity
 
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
-        """Return the next `n` distinct prompts, none with an id in `exclude`. A domain that has too
-        few gives fewer where `exclude` is given; without it that is a DataError."""
-        turns: list[str] = []  # whose prompt each one is
-        had = dict(self._num_drawn)
-        for _ in range(n):
-            name = self._next_domain(had)
-            had[name] += 1
-            turns.append(name)
+        """Return the next `n` distinct prompts, none with an id in `exclude`.
+
+        Where `exclude` is given, a domain that has no others left is out of the turns from the
+        first one that it cannot take; there are fewer than `n` only where no domain has any.
+        Without it, too few prompts of a domain are a DataError."""
+        turns = self._turns(n, exclude)
         waiting: dict[str, Iterator[Prompt]] = {}
         for name, count in Counter(turns).items():
             waiting[name] = iter(self._draw(name, count, exclude))
-        found = []
-        for name in turns:
-            prompt = next(waiting[name], None)
-            if prompt is not None:
-                found.append(prompt)
-        return found
+        return [next(waiting[name]) for name in turns]
 
     def observe(self, prompt: Prompt, success: float) -> None:
         """Take in the fraction of a prompt's samples that were correct, for the curriculum."""
@@ -92,6 +91,7 @@ class PromptSampler:
             "of": self._identity,
             "acceptance": self.acceptance,
             "num_drawn": dict(self._num_drawn),
+            "num_passed": dict(self._num_passed),
             "orders": {name: order.state_dict() for name, order in self._orders.items()},
         }
 
@@ -110,16 +110,56 @@ class PromptSampler:
             order.load_state_dict(state["orders"][name])
         self.acceptance = state["acceptance"]
         self._num_drawn = dict(state["num_drawn"])
+        # states of older versions have none: a domain that ran out made up for it later
+        self._num_passed = dict.fromkeys(self._num_drawn, 0) | state.get("num_passed", {})
 
-    def _next_domain(self, had: Mapping[str, int]) -> str:
-        """Return the domain that is furthest behind its share of the prompts. had: by domain."""
-        turn = sum(had.values()) + 1
-        weight_sum = sum(self._weights.values())
+    def _turns(self, n: int, exclude: Collection[str] | None) -> list[str]:
+        """Return whose prompts the next `n` are. exclude: as of `draw`."""
+        may_run_out = exclude is not None
+        left = {}
+        for name, prompts in self._prompts.items():
+            left[name] = len(prompts) - len(prompts.keys() & (exclude or ()))
+        had = self._had()
+        taking_turns = list(had)
+        used_up: list[str] = []
+        turns: list[str] = []
+        while len(turns) < n and taking_turns:
+            name = self._next_domain(had, taking_turns)
+            if may_run_out and left[name] == 0:
+                taking_turns.remove(name)
+                used_up.append(name)
+                continue
+            had[name] += 1
+            left[name] -= 1
+            turns.append(name)
+        if used_up:
+            # level with those that went on, or with the one that went on longest
+            self._pass(used_up, had, taking_turns or used_up[-1:])
+        return turns
+
+    def _pass(self, used_up: Iterable[str], had: Mapping[str, int], others: Sequence[str]) -> None:
+        """Give up the turns that the domains `used_up` have missed beside `others`: they would make
+        up for them in later steps, in which they run out again. had: by domain."""
+        had_of_others = sum(had[name] for name in others)
+        weight_of_others = sum(self._weights[name] for name in others)
+        for name in used_up:
+            due = math.floor(self._weights[name] * had_of_others / weight_of_others)
+            self._num_passed[name] += max(0, due - had[name])
+
+    def _had(self) -> dict[str, int]:
+        """Return the turns that each domain has had, with those that it passed."""
+        return {name: self._num_drawn[name] + self._num_passed[name] for name in self._num_drawn}
+
+    def _next_domain(self, had: Mapping[str, int], among: Collection[str]) -> str:
+        """Return the domain that is furthest behind its share of the turns, `among` some domains.
+        had: by domain."""
+        turn = sum(had[name] for name in among) + 1
+        weight_sum = sum(self._weights[name] for name in among)
 
         def behind(name: str) -> float:
             return self._weights[name] * turn / weight_sum - had[name]
 
-        return max(had, key=behind)
+        return max(among, key=behind)
 
     def _draw(self, name: str, count: int, exclude: Collection[str] | None) -> list[Prompt]:
         prompts = self._prompts[name]
