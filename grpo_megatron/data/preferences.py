@@ -6,6 +6,7 @@ made. Which other answer that is depends on nothing but the data, so that refere
 be computed once. Where steps have labels it is a prompt with one answer."""
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -324,38 +325,47 @@ def _nothing_left(domain: DomainConfig, reasons: Mapping[str, int]) -> DataError
 
 def split_by_prompt(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
     """Take at least `num_heldout` and `num_validation` preferences by the hash of their prompts'
-    text, in proportion to the domains' sizes; those of equal prompts stay together.
+    text, in proportion to the domains' sizes; those of equal prompts stay together, also where
+    they are of several domains: what one domain holds out, no other one trains or validates.
 
     Raises DataError where a domain has none left for training."""
-    train: dict[str, list[Prompt]] = {}
+    by_domain: dict[str, list[Prompt]] = {prompt.domain: [] for prompt in prompts}
     for prompt in sorted(prompts, key=lambda prompt: (text_hash(prompt.text), prompt.prompt_id)):
-        train.setdefault(prompt.domain, []).append(prompt)
-    in_their_order = dict.fromkeys(prompt.domain for prompt in prompts)
-    train = {name: train[name] for name in in_their_order}
-    sizes = {name: len(members) for name, members in train.items()}
-    num_heldout_of = share(num_heldout, sizes)
-    num_validation_of = share(num_validation, sizes)
-    heldout: list[Prompt] = []
-    validation: list[Prompt] = []
-    kept = {}
-    for name, members in train.items():
-        first = _end_of_prompt(members, num_heldout_of[name])
-        second = _end_of_prompt(members, first + num_validation_of[name])
-        heldout += members[:first]
-        validation += members[first:second]
-        kept[name] = tuple(members[second:])
-        if not kept[name]:
-            raise DataError(
-                f"domain {name!r} has {sizes[name]} preferences, and {first} held-out and "
-                f"{second - first} validation ones leave none for training",
-                where="[data] num_heldout, num_validation",
-                remedy="add rows, or lower num_heldout or num_validation",
-            )
-    return Splits(kept, tuple(validation), tuple(heldout), 0)
+        by_domain[prompt.domain].append(prompt)
+    sizes = {name: len(members) for name, members in by_domain.items()}
+    heldout, others = _parted(by_domain, share(num_heldout, sizes))
+    validation, train = _parted(others, share(num_validation, sizes))
+    for name, size in sizes.items():
+        if train[name]:
+            continue
+        scope = ""
+        if len(sizes) > 1:
+            scope = " (with those whose prompts are so in another domain)"
+        raise DataError(
+            f"domain {name!r} has {size} preferences, and {len(heldout[name])} held-out and "
+            f"{len(validation[name])} validation ones{scope} leave none for training",
+            where="[data] num_heldout, num_validation",
+            remedy="add rows, or lower num_heldout or num_validation",
+        )
+    return Splits(
+        {name: tuple(members) for name, members in train.items()},
+        tuple(itertools.chain.from_iterable(validation.values())),
+        tuple(itertools.chain.from_iterable(heldout.values())),
+        0,
+    )
 
 
-def _end_of_prompt(prompts: Sequence[Prompt], place: int) -> int:
-    """Return the first place from `place` on at which another prompt begins."""
-    while 0 < place < len(prompts) and prompts[place].text == prompts[place - 1].text:
-        place += 1
-    return min(place, len(prompts))
+def _parted(
+    by_domain: Mapping[str, Sequence[Prompt]], counts: Mapping[str, int]
+) -> tuple[dict[str, list[Prompt]], dict[str, list[Prompt]]]:
+    """Take the first `counts` of every domain, and whatever has the text of one that is taken.
+    Returns these and the others, by domain and in their order."""
+    texts: set[str] = set()
+    for name, members in by_domain.items():
+        texts |= {prompt.text for prompt in members[: counts[name]]}
+    taken: dict[str, list[Prompt]] = {}
+    others: dict[str, list[Prompt]] = {}
+    for name, members in by_domain.items():
+        taken[name] = [prompt for prompt in members if prompt.text in texts]
+        others[name] = [prompt for prompt in members if prompt.text not in texts]
+    return taken, others

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_megatron.config.preferences import PreferencesConfig
 from grpo_megatron.config.run import DomainConfig
@@ -14,10 +16,13 @@ from grpo_megatron.data.preferences import (
     load_preferences,
     read_preferences,
     refuse_bad_preferences,
+    split_by_prompt,
 )
 from grpo_megatron.data.prompt_text import tokenizer_directory
+from grpo_megatron.data.prompts import share, text_hash
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import DataError
+from grpo_megatron.types import Prompt
 from tests.data.preference_files import recipe, write
 
 USER = {"role": "user", "content": "1 + 1?"}
@@ -182,6 +187,97 @@ def test_equal_prompts_are_in_one_split(tmp_path, tokenizer):
     trained = {prompt.text for prompt in found.splits.train["sums"]}
     assert not heldout & trained
     assert len(found.splits.heldout) == 3  # all pairs of one prompt, for two that were asked for
+
+
+NUMBERS = st.lists(st.integers(0, 40), min_size=1, max_size=60)
+"""Of the questions of a domain, some with several answers."""
+
+
+def prompts_of(domains: dict[str, list[int]]) -> list[Prompt]:
+    found = []
+    for name, numbers in domains.items():
+        for place, number in enumerate(numbers):
+            found.append(Prompt(f"{name}-{place}", name, f"question {number}", (1,), ""))
+    return found
+
+
+def texts(prompts) -> set[str]:
+    return {prompt.text for prompt in prompts}
+
+
+def of_domain(prompts, name: str) -> list[Prompt]:
+    return [prompt for prompt in prompts if prompt.domain == name]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    domains=st.lists(NUMBERS, min_size=1, max_size=3),
+    num_heldout=st.integers(0, 8),
+    num_validation=st.integers(0, 8),
+)
+def test_prompts_that_domains_share_are_in_one_split(domains, num_heldout, num_validation):
+    by_name = {f"d{place}": numbers for place, numbers in enumerate(domains)}
+    prompts = prompts_of(by_name)
+    try:
+        splits = split_by_prompt(prompts, num_heldout=num_heldout, num_validation=num_validation)
+    except DataError as error:
+        assert "leave none for training" in str(error)
+        return
+    train = [prompt for members in splits.train.values() for prompt in members]
+    assert not texts(splits.heldout) & texts(splits.validation)
+    assert not texts(train) & texts([*splits.heldout, *splits.validation])
+    everything = [*train, *splits.validation, *splits.heldout]
+    assert sorted(p.prompt_id for p in everything) == sorted(p.prompt_id for p in prompts)
+    sizes = {name: len(numbers) for name, numbers in by_name.items()}
+    for name in by_name:
+        assert len(of_domain(splits.heldout, name)) >= share(num_heldout, sizes)[name]
+        assert len(of_domain(splits.validation, name)) >= share(num_validation, sizes)[name]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    domains=st.lists(NUMBERS, min_size=1, max_size=3),
+    num_heldout=st.integers(0, 8),
+    num_validation=st.integers(0, 8),
+)
+def test_where_domains_share_no_prompt_each_is_cut_in_the_order_of_hashes(
+    domains, num_heldout, num_validation
+):
+    by_name = {}
+    for place, numbers in enumerate(domains):
+        by_name[f"d{place}"] = [100 * place + number for number in numbers]
+    sizes = {name: len(numbers) for name, numbers in by_name.items()}
+    wanted: dict[str, tuple[list[Prompt], list[Prompt], list[Prompt]]] = {}
+    for name, numbers in by_name.items():
+        members = sorted(
+            prompts_of({name: numbers}), key=lambda p: (text_hash(p.text), p.prompt_id)
+        )
+        first = end_of_prompt(members, share(num_heldout, sizes)[name])
+        second = end_of_prompt(members, first + share(num_validation, sizes)[name])
+        wanted[name] = members[:first], members[first:second], members[second:]
+    try:
+        splits = split_by_prompt(
+            prompts_of(by_name), num_heldout=num_heldout, num_validation=num_validation
+        )
+    except DataError:
+        assert not all(train for _, _, train in wanted.values())
+        return
+    for name, (heldout, validation, train) in wanted.items():
+        assert of_domain(splits.heldout, name) == heldout
+        assert of_domain(splits.validation, name) == validation
+        assert list(splits.train[name]) == train
+
+
+def end_of_prompt(members: list[Prompt], place: int) -> int:
+    while 0 < place < len(members) and members[place].text == members[place - 1].text:
+        place += 1
+    return min(place, len(members))
+
+
+def test_a_domain_whose_prompts_another_one_holds_out_is_refused():
+    prompts = prompts_of({"small": [1], "large": [1, 2, 3]})
+    with pytest.raises(DataError, match=r"'small' has 1 preferences.*in another domain\)"):
+        split_by_prompt([*prompts[1:], prompts[0]], num_heldout=3, num_validation=0)
 
 
 def test_labelled_answers_have_one_to_another_prompt(tmp_path, tokenizer):
