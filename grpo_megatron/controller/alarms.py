@@ -173,7 +173,7 @@ class Alarms:
     """The alarms of one run, which see the metrics of its steps in order.
 
     `load_limit` is `routing.load_alarm`. `on` are the names of the alarms that were on in the
-    newest step."""
+    newest step that measured their metric."""
 
     def __init__(
         self, limits: AlarmsConfig, watched: Sequence[WatchedMetric], *, load_limit: float
@@ -188,17 +188,17 @@ class Alarms:
     def __call__(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
         """Take a step's metrics; text by alarm, "" of those that are off. A metric that is missing
         or not finite (None in a line of metrics.jsonl) says nothing of its alarms."""
-        texts = {"lazy_displacement": ""}
-        if self._lazy_displacement(metrics):
-            texts["lazy_displacement"] = (
-                "right answers become less likely while the gradient grows "
-                "(lazy likelihood displacement); see objective.llds_weight"
-            )
+        texts: dict[str, str] = {}
+        gain = _finite(metrics, "step/logprob_gain_positive")
+        norm = _finite(metrics, "grad/norm")
+        if gain is not None and norm is not None:
+            texts["lazy_displacement"] = self._lazy_displacement(gain, norm)
         load = _finite(metrics, "routing/load_max_ratio")
         if load is not None:
             texts["expert_load"] = self._expert_load(load)
         texts |= self._moving_means(metrics)
-        self.on = frozenset(alarm for alarm, text in texts.items() if text)
+        still_on = self.on - texts.keys()
+        self.on = still_on.union(alarm for alarm, text in texts.items() if text)
         return texts
 
     def _moving_means(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
@@ -229,23 +229,25 @@ class Alarms:
             f"{self._load_limit:g}); see routing.balance_weight"
         )
 
-    def _lazy_displacement(self, metrics: Mapping[str, float | None]) -> bool:
-        """arXiv:2512.04220: in three consecutive windows of five steps
-        `step/logprob_gain_positive` has a negative mean, and the mean `grad/norm` rises."""
-        gain = _finite(metrics, "step/logprob_gain_positive")
-        norm = _finite(metrics, "grad/norm")
-        if gain is None or norm is None:
-            return False
+    def _lazy_displacement(self, gain: float, norm: float) -> str:
+        """Say that right answers lose (arXiv:2512.04220): in three consecutive windows of five
+        steps the mean `gain`, `step/logprob_gain_positive`, is negative, and the mean `norm`,
+        `grad/norm`, rises."""
         self._steps.append((gain, norm))
         if len(self._steps) < WINDOW_STEPS * NUM_WINDOWS:
-            return False
+            return ""
         by_window = np.array(self._steps).reshape(NUM_WINDOWS, WINDOW_STEPS, 2).mean(axis=1)
         gains = by_window[:, 0]
         norms = by_window[:, 1]
         right_answers_lose = (gains < 0).all()
         never_falls = (np.diff(norms) >= 0).all()
         gradient_grows = never_falls and norms[0] < norms[-1]
-        return bool(right_answers_lose and gradient_grows)
+        if not (right_answers_lose and gradient_grows):
+            return ""
+        return (
+            "right answers become less likely while the gradient grows "
+            "(lazy likelihood displacement); see objective.llds_weight"
+        )
 
 
 def alarms_of(config: RunConfig, metrics: Path) -> Alarms:

@@ -1,7 +1,8 @@
 """Predicted and seen staleness of a run, step by step.
 
 The prediction is that of `plan` (`plan/timing/staleness.py`), fed with what each of the newest
-steps took. Both are of tokens that were sampled for a step, in weight versions."""
+steps took. Seen is of the tokens of the groups that a step trains, predicted of those that are
+sampled for it; both in weight versions."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

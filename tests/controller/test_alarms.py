@@ -47,8 +47,21 @@ def test_one_good_window_and_missing_values_are_no_alarm():
         assert not lazy(
             alarms, {"step/logprob_gain_positive": 9.0 if good else -0.1, "grad/norm": step}
         )
-    assert not lazy(alarms, {})
-    assert not lazy(alarms, {"step/logprob_gain_positive": float("nan"), "grad/norm": 1.0})
+    unknown = {"step/logprob_gain_positive": float("nan"), "grad/norm": 1.0}
+    for metrics in ({}, unknown, {"grad/norm": 1.0}, {"step/logprob_gain_positive": -0.1}):
+        assert "lazy_displacement" not in alarms(metrics)
+
+
+def test_an_alarm_stays_on_over_steps_that_do_not_measure_its_metric():
+    alarms = alarms_with()
+    bad = {"routing/load_max_ratio": 2.1}
+    for step in range(15):
+        alarms({"step/logprob_gain_positive": -0.1, "grad/norm": 1 + step, **bad})
+    assert alarms.on == {"lazy_displacement", "expert_load"}
+    assert alarms({"policy/entropy": 0.3}) == {"entropy_collapse": "", "entropy_explosion": ""}
+    assert alarms.on == {"lazy_displacement", "expert_load"}
+    alarms({"routing/load_max_ratio": 1.0})
+    assert alarms.on == {"lazy_displacement"}
 
 
 def test_expert_load_needs_no_window():

@@ -73,6 +73,8 @@ def test_metrics_of_a_batch():
     assert metrics["group/all_equal_fraction"] == 1 / 3
     assert metrics["response/length_mean"] == 2.5
     assert metrics["response/truncated_fraction"] == 0.75
+    of_one_domain = by_domain(rollout_metrics, GROUPS[:2])
+    assert not any("@" in name for name in of_one_domain)
 
 
 def test_staleness_is_a_share_of_tokens():
