@@ -91,3 +91,39 @@ def test_enough_surplus_needs_no_round():
     carried = [group([1, 0], name=f"p{index}") for index in range(3)]
     kept, sampled, rounds, _ = fill("k" * 8, SamplingConfig(dynamic=True), 2, carried)
     assert (kept, sampled, rounds) == (carried, [], 0)
+
+
+def test_refills_go_on_with_the_other_domains_where_one_is_used_up():
+    config = SamplingConfig(dynamic=True, max_oversampling=2.0)
+    small = [prompt_of(f"s{index}", "small") for index in range(3)]
+    large = [prompt_of(f"l{index}", "large") for index in range(200)]
+    weights = {"small": 1.0, "large": 1.0}
+    sampler = PromptSampler({"small": small, "large": large}, weights, 0)
+
+    async def score(drawn):
+        groups = []
+        for prompt in drawn:
+            is_kept = int(prompt.prompt_id[1:]) % 2 == 1
+            groups.append(group([1, 1 - is_kept], name=prompt.prompt_id, domain=prompt.domain))
+        return groups
+
+    def draw(number, exclude):
+        prompts = sampler.draw(number, exclude)
+        assert len(prompts) == number
+        return prompts
+
+    for _ in range(6):
+        filled = asyncio.run(
+            fill_batch(
+                config,
+                target=8,
+                acceptance=1.0,
+                carried=[],
+                draw=draw,
+                score=score,
+                keeps=lambda scored: scored.rewards[1] == 0,
+            )
+        )
+        in_small = sum(one.group.prompt.domain == "small" for one in filled.sampled)
+        assert in_small == 3
+        assert len(filled.kept) >= 8
