@@ -2,7 +2,7 @@
 arguments of calls as a table or as JSON text; and what tools say to it."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.data.conversation import Message
@@ -39,20 +39,34 @@ def reply_forms(reply: Message, *, splits_thoughts: bool) -> list[Message]:
 
 
 def argument_forms(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return a conversation as a template may want it, in the order in which it is tried: with the
-    arguments of calls as tables, then as text. Text that is no JSON stays text."""
-    if not any(message.get("tool_calls") for message in messages):
-        return [list(messages)]
-    forms = []
-    for change in (_as_table_if_json, _as_text):
+    """Return a conversation as a template may want it, in the order in which it is tried: as it
+    is, with the arguments of calls as tables, then as text. Text that is no table of JSON stays
+    text, and calls that have no arguments, or are written in another way, stay as they are."""
+    forms = [list(messages)]
+    for change in (arguments_as_table, _as_text):
         form = []
         for message in messages:
             calls = message.get("tool_calls")
-            if calls:
+            if isinstance(calls, list | tuple):
                 message = {**message, "tool_calls": _with_arguments(calls, change)}
             form.append(message)
-        forms.append(form)
+        if form not in forms:
+            forms.append(form)
     return forms
+
+
+def arguments_as_table(arguments: Any) -> Any:
+    """Return arguments of a call as a table where they are JSON text of one, else as they are: a
+    call that no reader made may have any text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        table = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    if isinstance(table, dict):
+        return table
+    return arguments
 
 
 def with_call_ids(messages: Sequence[Message], reply: Message) -> list[Message]:
@@ -116,20 +130,26 @@ def _calls(calls: list[dict[str, Any]] | None) -> list[list[dict[str, Any]] | No
     """Return the calls with arguments as tables, then as text: templates take one or the other."""
     if not calls:
         return [None]
-    return [_with_arguments(calls, _as_table), _with_arguments(calls, _as_text)]
+    return [_with_arguments(calls, _require_json), _with_arguments(calls, _as_text)]
 
 
-def _with_arguments(
-    calls: list[dict[str, Any]], change: Callable[[Any], Any]
-) -> list[dict[str, Any]]:
+def _with_arguments(calls: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """Return calls with `change` of their arguments; one of a data set may have none, or be written
+    without `function`, as its template wants it."""
     changed = []
     for call in calls:
-        function = {**call["function"], "arguments": change(call["function"]["arguments"])}
-        changed.append({**call, "function": function})
+        function = None
+        if isinstance(call, Mapping):
+            function = call.get("function")
+        if isinstance(function, Mapping) and "arguments" in function:
+            function = {**function, "arguments": change(function["arguments"])}
+            call = {**call, "function": function}
+        changed.append(call)
     return changed
 
 
-def _as_table(arguments: Any) -> Any:
+def _require_json(arguments: Any) -> Any:
+    """Return the value of arguments that are text. Raises DataError where the text is no JSON."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -139,13 +159,6 @@ def _as_table(arguments: Any) -> Any:
             f"the arguments of a call are no JSON: {error}",
             remedy="leave the call in the content: a malformed call is answered with an error",
         ) from error
-
-
-def _as_table_if_json(arguments: Any) -> Any:
-    try:
-        return _as_table(arguments)
-    except DataError:
-        return arguments
 
 
 def _as_text(arguments: Any) -> str:

@@ -133,10 +133,11 @@ class TurnTokens:
         ids are those of transformers' `apply_chat_template` with `add_generation_prompt`.
 
         Messages of a data set are the recipe's own: markers in them are markers, as in prompts of
-        one turn. In those `from_environment` they are text."""
+        one turn, and calls are written as they are, in another form only where the template
+        refuses that. In those `from_environment` markers are text."""
         if from_environment:
             messages = self.escaped(messages)
-        rendered = self._rendered(argument_forms(messages), turn=1)[0]
+        rendered = next(self._rendered(argument_forms(messages), turn=1))
         encoded = self.encode(rendered.text, turn=1)
         return TurnState(encoded.token_ids, rendered.text, encoded.seams, rendered.messages, 0)
 
@@ -296,26 +297,26 @@ class TurnTokens:
                         form, lambda text: self.markers.escape_these(text, sampled.spelled)
                     )
                 conversations.append([*state.messages, form, *following])
-        return self._rendered(conversations, turn=state.turn + 1)
+        return list(self._rendered(conversations, turn=state.turn + 1))
 
     def _rendered(
         self, conversations: Sequence[Sequence[Message]], *, turn: int
-    ) -> list[_Rendered]:
-        """Render every conversation that the template takes. Raises DataError where it takes
-        none."""
+    ) -> Iterator[_Rendered]:
+        """Render one after the other the conversations that the template takes. Raises DataError
+        where it takes none."""
         refusal = None
-        rendered = []
+        is_taken = False
         for messages in conversations:
             try:
                 text = self.render(messages, turn=turn)
             except DataError as error:
                 refusal = refusal or error
                 continue
-            rendered.append(_Rendered(tuple(messages), text))
-        if not rendered:
+            is_taken = True
+            yield _Rendered(tuple(messages), text)
+        if not is_taken:
             assert refusal is not None  # a conversation has at least one form
             raise refusal
-        return rendered
 
     def _extension(
         self, state: TurnState, sampled: _Sampled, rendered: _Rendered, turn: int

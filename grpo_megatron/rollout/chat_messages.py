@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_megatron.data.conversation import Message
 from grpo_megatron.data.json_bodies import well_formed, well_formed_text
+from grpo_megatron.data.reply_forms import arguments_as_table
 from grpo_megatron.errors import DataError
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -100,7 +101,7 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 where=where,
                 remedy='{"id": "…", "type": "function", "function": {"name": …, "arguments": …}}',
             )
-        arguments = _as_table(function.get("arguments") or {})
+        arguments = arguments_as_table(function.get("arguments") or {})
         found.append(
             {
                 "type": "function",
@@ -114,7 +115,7 @@ def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _comparable_call(call: Mapping[str, Any]) -> list[Any]:
     """Id, name and arguments, whatever white space and order of names the arguments have, and
     however their numbers are written."""
-    arguments = _with_plain_numbers(_as_table(call["function"]["arguments"]))
+    arguments = _with_plain_numbers(arguments_as_table(call["function"]["arguments"]))
     return [call.get("id", ""), call["function"]["name"], arguments]
 
 
@@ -131,16 +132,3 @@ def _with_plain_numbers(value: Any) -> Any:
         return float(value) + 0.0
     except OverflowError:  # an integer that no float holds
         return value
-
-
-def _as_table(arguments: Any) -> Any:
-    """Return text that is JSON as a table; a call that no reader made may have any text."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        table = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    if isinstance(table, dict):
-        return table
-    return arguments

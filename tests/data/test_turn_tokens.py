@@ -469,6 +469,36 @@ def test_calls_of_a_history_are_written_as_the_template_wants_them(directories, 
     assert result.state.text.count("found") == 1
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function", "function": {"name": "search", "arguments": '{"x":1.50, "x":1e400}'}},
+        {"type": "function", "function": {"name": "search", "arguments": {"x": "1"}}},
+        {"type": "function", "function": {"name": "search"}},
+        {"name": "search", "arguments": {"x": "1"}},
+        {"name": "search", "arguments": '{"x":1.50}'},
+    ],
+)
+def test_calls_of_a_row_are_written_as_in_a_prompt_of_one_turn(directories, call):
+    policy = Policy("qwen3", directories["qwen3"])
+    old = "{%- for call in m.tool_calls or [] %}"
+    new = old + "{%- if not call.function %}{% set call = {'function': call} %}{% endif %}"
+    turns = broken(policy, old, new)
+    asked = {"role": "user", "content": "1 + 1?"}
+    history = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    history += [{"role": "tool", "content": "found"}, {"role": "user", "content": "go on"}]
+    if "arguments" not in call.get("function", call):
+        turns = broken(policy, "call.function.arguments is string", "not call.function.arguments")
+    expected = turns.template.render(history, {"tools": TOOLS})
+    begun = turns.begin(history)
+    assert begun.text == expected
+    # an environment may say such a message later, too
+    state = turns.begin([asked])
+    ids = policy.tokenizer.encode("2<|im_end|>")
+    result = turns.after(state, ids, reply_message(turns, state, ids), history)
+    assert result.state.text.endswith(expected[expected.index("<|im_start|>user") :])
+
+
 # --- the proof before a run
 
 
