@@ -41,14 +41,14 @@ class Proof(NamedTuple):
 
 
 def prove(tokens: TurnTokens, opening: Sequence[Message] = (_QUESTION,)) -> Proof:
-    """Go through two turns of every kind behind `opening`, a first conversation of the run, which
-    may describe tools where the template does not.
+    """Go through two turns of every kind behind `opening`, a first conversation of the run, whose
+    system messages may describe tools where the template does not.
 
     Raises DataError where an id differs from the template's, where the template drops what the
     user, a tool or the policy says, or the tools; and where it refuses a user's message behind an
     answer, or with tools a result behind a call."""
     begin = tokens.begin(opening)
-    _require_tools(tokens, begin)
+    _require_tools(tokens, opening)
     transitions: list[Transition] = []
     refused = []
     for kind in _kinds(tokens):
@@ -235,9 +235,13 @@ def _compare(tokens: TurnTokens, result: NextTurn) -> None:
     )
 
 
-def _require_tools(tokens: TurnTokens, begin: TurnState) -> None:
+def _require_tools(tokens: TurnTokens, opening: Sequence[Message]) -> None:
+    """Raise DataError where neither the template nor a system message names a tool. What else is
+    said in `opening` does not count: a question may have the word by chance."""
+    told = [message for message in opening if message["role"] == "system"]
+    text = tokens.begin([*told, _QUESTION]).text
     for tool in tokens.tools:
-        if _function(tool)["name"] not in begin.text:
+        if _function(tool)["name"] not in text:
             raise DataError(
                 f"the chat template does not write the tool {_function(tool)['name']!r}",
                 where=tokens.template.where,

@@ -551,6 +551,15 @@ def test_tools_may_be_described_by_the_first_conversation(directories):
     assert prove(turns, [described, {"role": "user", "content": "1 + 1?"}]).refused == ()
 
 
+def test_a_question_with_the_name_of_a_tool_describes_none(directories):
+    policy = Policy("qwen3", directories["qwen3"])
+    turns = broken(policy, "(tool | tojson)", "''")
+    question = {"role": "user", "content": "Which search engine?"}
+    for opening in ([question], [{"role": "system", "content": "Be brief."}, question]):
+        with pytest.raises(DataError, match="does not write the tool 'search'"):
+            prove(turns, opening)
+
+
 def test_ids_that_are_not_those_of_the_whole_text_are_refused(directories, monkeypatch):
     policy = Policy("kimi", directories["kimi"])
     turns = policy.turns()
