@@ -114,15 +114,18 @@ class ConversationSession:
         self._freed = asyncio.Event()
         self.num_turns = 0
         """Asked for; of those that were refused none."""
-        self._was_refused = False
-        """Whether a limit of turns or tokens has refused a turn."""
+        self._refused_at: int | None = None
+        """How many turns had been asked for when a limit of turns or tokens has refused one; None:
+        none was refused, or a turn that was asked for later has ended."""
         self._was_cut = False
         """Whether such a limit has cut the turn that ended last."""
 
     @property
     def is_limited(self) -> bool:
-        """Whether a limit of turns or tokens has refused a turn, or cut the last one."""
-        return self._was_refused or self._was_cut
+        """Whether a limit of turns or tokens has refused a turn, and none was taken behind that,
+        or has cut the last one. A program that is refused a history may go on with a shorter
+        one."""
+        return self._refused_at is not None or self._was_cut
 
     async def chat(
         self,
@@ -213,8 +216,7 @@ class ConversationSession:
         if left < 1:
             if self._num_running:
                 return None
-            self._was_refused = True
-            raise EpisodeOver(self._told_tokens(num_between))
+            raise self._refusal(self._told_tokens(num_between))
         if self._limits.turn_tokens is not None:
             left = min(left, self._limits.turn_tokens)
         is_cut_by_program = max_tokens is not None and max_tokens <= left
@@ -238,19 +240,22 @@ class ConversationSession:
         if self._is_closed:
             raise EpisodeOver("the episode has ended")
         if self.num_turns >= limits.max_turns:
-            self._was_refused = True
-            raise EpisodeOver(f"the episode has had its {limits.max_turns} turns (max_turns)")
+            raise self._refusal(f"the episode has had its {limits.max_turns} turns (max_turns)")
         if time.monotonic() - self._began >= limits.seconds:
             raise EpisodeOver(f"the episode has had its {limits.seconds:g} seconds (episode_s)")
 
     def _require_context(self, state: TurnState) -> None:
         """Raise EpisodeOver where the engine takes no token behind this conversation."""
         if len(state.token_ids) >= self._limits.max_model_len:
-            self._was_refused = True
-            raise EpisodeOver(
+            raise self._refusal(
                 f"the conversation has {len(state.token_ids)} tokens, and the engine takes "
                 f"{self._limits.max_model_len} with the reply (max_model_len)"
             )
+
+    def _refusal(self, told: str) -> EpisodeOver:
+        """Return the refusal of a turn for a limit of turns or tokens, which is remembered."""
+        self._refused_at = self.num_turns
+        return EpisodeOver(told)
 
     def _tokens_left(self, state: TurnState, num_between: int, num_before: int) -> int:
         """Return how many tokens the next turn may have, after the given numbers in the episode and
@@ -352,6 +357,8 @@ class ConversationSession:
         if builder in self._builders:
             self._builders.remove(builder)
         self._builders.append(builder)
+        if self._refused_at is not None and request.turn >= self._refused_at:
+            self._refused_at = None
         self._was_cut = sampled.truncated and not request.is_cut_by_program
 
     def _wake(self) -> None:

@@ -339,6 +339,39 @@ def test_a_turn_that_was_refused_is_not_forgotten(tokenizer, sampler, side_by_si
     assert driven(policy, sampler, program, max_turns=2).truncated
 
 
+@pytest.mark.parametrize("ends", ["behind it", "before it", "cut", "refused", "failed"])
+def test_a_refusal_for_length_is_forgotten_once_a_later_turn_has_ended(tokenizer, sampler, ends):
+    """A program that is refused a long history may make it shorter, and go on."""
+    policy = Policy(tokenizer, "1", "2", delays=[0.2])
+    changes = {"max_model_len": 120, "episode_tokens": 4000}
+    if ends == "cut":
+        changes["turn_tokens"] = 1
+
+    async def program(session):
+        first = asyncio.ensure_future(asked(session, [user("12")]))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EpisodeOver, match="max_model_len"):
+            await asked(session, [user("9" * 200)])
+        await first
+        assert session.is_limited
+        if ends == "before it":
+            return
+        if ends == "failed":
+            policy.texts = None
+            with pytest.raises(TypeError):
+                await asked(session, [user("short")])
+            policy.sampled.pop()
+            policy.asked.pop()
+            return
+        await asked(session, [user("short")])
+        if ends == "refused":
+            with pytest.raises(EpisodeOver, match="max_model_len"):
+                await asked(session, [user("9" * 200)])
+
+    found = driven(policy, sampler, program, **changes)
+    assert found.truncated == (ends != "behind it")
+
+
 @pytest.mark.parametrize("kind", ["continued", "forked", "rewritten"])
 def test_what_the_program_says_counts_in_every_sequence(tokenizer, kind):
     """Behind the first prompts; a reply has two tokens, a message of the program 43."""
