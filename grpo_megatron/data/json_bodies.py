@@ -1,6 +1,7 @@
 """Bodies of requests: JSON as clients of any language write it."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,14 +18,14 @@ def read_json(body: bytes) -> Any:
     deeply."""
     try:
         return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        refusal = error
-    if not any(half in body for half in _HALF):
-        raise refusal
+    except msgspec.DecodeError:
+        if not any(half in body for half in _HALF):
+            raise
+    text = body.decode()
     try:
-        value = json.loads(body.decode(), parse_constant=_no_constant)
-    except json.JSONDecodeError:
-        raise refusal from None
+        value = json.loads(text, parse_constant=no_constant, parse_float=_finite)
+    except ValueError as error:  # with integers of more digits than Python reads
+        raise msgspec.DecodeError(f"JSON is malformed: {error}") from error
     return well_formed(value)
 
 
@@ -44,6 +45,14 @@ def well_formed_text(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _no_constant(constant: str) -> None:
-    """Refuse what Python reads beside JSON."""
-    raise json.JSONDecodeError(f"{constant} is no number", constant, 0)
+def no_constant(constant: str) -> None:
+    """Refuse what Python reads beside JSON (`parse_constant` of json.loads). Raises ValueError."""
+    raise ValueError(f"{constant} is no number")
+
+
+def _finite(number: str) -> float:
+    """Refuse what Python reads as infinite: no JSON could be written of it."""
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"the number {number[:20]} is out of range")
+    return value

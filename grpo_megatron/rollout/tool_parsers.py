@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.json_bodies import no_constant
 from grpo_megatron.data.tool_calls import (
     begins_call,
     broken_call,
@@ -203,7 +204,7 @@ def _arguments(name: str, written: str) -> Mapping[str, Any]:
     """Raises _Malformed for what is no JSON object, or not as every reader of JSON takes it."""
     told = f"the arguments of {name}"
     try:
-        arguments = json.loads(written, parse_constant=_no_constant)
+        arguments = json.loads(written, parse_constant=no_constant)
     except ValueError as error:
         raise _Malformed(f"{told} are no JSON: {error}") from error
     except RecursionError as error:
@@ -218,11 +219,6 @@ def _arguments(name: str, written: str) -> Mapping[str, Any]:
         raise _Malformed(f"{told} have a number that is too large") from error
     _refuse_half_characters(text, f"an argument of {name}")
     return arguments
-
-
-def _no_constant(constant: str) -> None:
-    """Refuse what Python reads beside JSON."""
-    raise ValueError(f"{constant} is no number")
 
 
 def _is_deeper(value: Any, most: int) -> bool:
