@@ -172,7 +172,8 @@ class _Episode:
         sampled_ids = sampled.token_ids.tolist()
         text = self._turns.reply_text(self._state, sampled_ids)
         read = self._player.read_reply(text, self._tools, self._num_turns)
-        if read.reply.tool_calls:
+        is_last = self._num_turns >= self._limits.max_turns  # no request follows
+        if read.reply.tool_calls and not is_last:
             refusal = self._turns.refusal_of_calls(self._state, sampled_ids, read.message)
             if refusal is not None:  # told to the policy: the environment makes none of them
                 read = with_refused_calls(text, refusal.message)
@@ -186,7 +187,7 @@ class _Episode:
         if step.done or step.spoilt:
             self._finish_reason = "stop"
             return False
-        if self._num_turns >= self._limits.max_turns or time.monotonic() >= self._ends_at:
+        if is_last or time.monotonic() >= self._ends_at:
             return False
         following = self._following(sampled_ids, read.message, step)
         if following is None:

@@ -424,16 +424,20 @@ def read_calls(text: str, tools, turn: int) -> ReadReply:
     return ReadReply(Reply("", read), message)
 
 
+class Watched(Calculator):
+    """Remembers what it was told."""
+
+    def __init__(self):
+        super().__init__()
+        self.replies: list[Reply] = []
+
+    async def step(self, reply: Reply) -> Step:
+        self.replies.append(reply)
+        return await super().step(reply)
+
+
 def test_calls_that_the_template_refuses_are_malformed(tokenizer, directory):
     template = with_guard(directory, ONE_CALL)
-
-    class Watched(Calculator):
-        replies: list[Reply] = []
-
-        async def step(self, reply: Reply) -> Step:
-            self.replies.append(reply)
-            return await super().step(reply)
-
     environment = Watched()
     script = Script(tokenizer, CALL + CALL, CALL, "408")
     found = play(tokenizer, script, environment, template=template, read_reply=read_calls)
@@ -445,3 +449,20 @@ def test_calls_that_the_template_refuses_are_malformed(tokenizer, directory):
     # what was sampled stands in the history as it was, and the error is the user's
     text = whole_text(tokenizer, found)
     assert CALL + CALL + "<|end|><|user|>error: the call cannot be made: " in text
+
+
+def test_calls_of_the_last_turn_need_no_request_behind_them(tokenizer, directory):
+    environment = Watched()
+    script = Script(tokenizer, CALL + CALL)
+    found = play(
+        tokenizer,
+        script,
+        environment,
+        limits=replace(LIMITS, max_turns=1),
+        template=with_guard(directory, ONE_CALL),
+        read_reply=read_calls,
+    )
+    assert found.truncated and len(found.turns) == 1
+    [reply] = environment.replies
+    assert len(reply.tool_calls) == 2
+    assert found.outcome_metrics == {"tool_calls": 2, "tool_errors": 0}
