@@ -74,7 +74,7 @@ def with_call_ids(messages: Sequence[Message], reply: Message) -> list[Message]:
     insist. A result without an id is of the next call of the reply; without calls, of a malformed
     one. What stands behind another reply is not about this one, and stays as it is."""
     ids = [str(call.get("id", _NO_CALL_ID)) for call in reply.get("tool_calls") or ()]
-    num_answers = _num_answers(messages)
+    num_answers = num_before_reply(messages)
     named = []
     for message in messages[:num_answers]:
         if message["role"] == "tool":
@@ -88,7 +88,7 @@ def with_call_ids(messages: Sequence[Message], reply: Message) -> list[Message]:
 
 def said_by_user(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with what tools say as said by the user, up to the next reply."""
-    num_answers = _num_answers(messages)
+    num_answers = num_before_reply(messages)
     changed = []
     for message in messages[:num_answers]:
         if message["role"] == "tool":
@@ -97,7 +97,7 @@ def said_by_user(messages: Sequence[Message]) -> list[Message]:
     return [*changed, *messages[num_answers:]]
 
 
-def _num_answers(messages: Sequence[Message]) -> int:
+def num_before_reply(messages: Sequence[Message]) -> int:
     """Return how many messages stand in front of the first reply among them."""
     for number, message in enumerate(messages):
         if message["role"] == "assistant":

@@ -15,13 +15,13 @@ MAX_SPOILT = 256
 class Failures:
     """How the episodes of a domain end, to stop a run whose environment never works."""
 
-    def __init__(self, domain: str, name: str, log_path: Path, *, max_spoilt: int | None = None):
-        """name: as messages have it, `environment calculator`; max_spoilt: instead of
-        `MAX_SPOILT`, 0: any number."""
+    def __init__(self, domain: str, name: str, log_path: Path, *, bounds_spoilt: bool = True):
+        """name: as messages have it, `environment calculator`; bounds_spoilt: whether
+        `MAX_SPOILT` holds, else episodes may be spoilt without end."""
         self._domain = domain
         self._name = name
         self._log_path = log_path
-        self._max_spoilt = max_spoilt
+        self._bounds_spoilt = bounds_spoilt
         self._counts: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
         self._last = ""
@@ -53,12 +53,12 @@ class Failures:
 
     def check(self) -> None:
         """EpisodeError where nothing but failures came, too often."""
-        max_spoilt = MAX_SPOILT
-        if self._max_spoilt is not None:
-            max_spoilt = self._max_spoilt
-        for kind, most in (("ends", MAX_ENDS), ("spoilt", max_spoilt)):
+        bounds = {"ends": MAX_ENDS}
+        if self._bounds_spoilt:
+            bounds["spoilt"] = MAX_SPOILT
+        for kind, most in bounds.items():
             number = self._in_a_row[kind]
-            if not most or number < most:
+            if number < most:
                 continue
             what = f"spoilt {number} episodes"
             if kind == "ends":

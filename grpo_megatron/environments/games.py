@@ -10,7 +10,7 @@ import re
 from grpo_megatron.data.conversation import Message, with_last_question
 from grpo_megatron.environments.protocol import Observation, Outcome, Reply, Step
 from grpo_megatron.environments.registry import traits
-from grpo_megatron.environments.tools import opening
+from grpo_megatron.environments.tools import first_messages
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.types import Problem
 
@@ -26,7 +26,8 @@ def _numbers(text: str) -> list[int]:
 
 def _with_rules(problem: Problem, rules: str) -> tuple[Message, ...]:
     """Return the problem's conversation, with the rules below what the user says last."""
-    return tuple(with_last_question(opening(problem), lambda said: f"{said}\n\n{rules}".strip()))
+    messages = first_messages(problem)
+    return tuple(with_last_question(messages, lambda said: f"{said}\n\n{rules}".strip()))
 
 
 def _randomness(game: str, problem: Problem, seed: int) -> random.Random:

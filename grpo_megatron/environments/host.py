@@ -283,6 +283,7 @@ class HostedEnvironment:
         self._episode = episode
         self._process: EnvironmentProcess | None = None
         self._life = 0
+        self._end = EpisodeEnd(processes[0].failures)  # those of all processes of a domain
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
         """Begin the episode in the process that has the fewest."""
@@ -291,7 +292,6 @@ class HostedEnvironment:
         process.num_episodes += 1  # before others choose
         self._life = await process.start()
         self._process = process
-        self._end = EpisodeEnd(process.failures)
         request = Reset(
             process.next_request(),
             self._episode,
@@ -378,11 +378,15 @@ class EnvironmentHost:
                 error.where = f"[[domains]] {domain.name}, {domain.episodes_table}"
                 raise
             name = f"environment {config.name}"
-            max_spoilt = None
             if domain.agent is not None:
                 name = f"agent {domain.agent.function}"
-                max_spoilt = 0  # whoever runs it knows which episodes a limit has ended
-            failures = Failures(domain.name, name, log_path, max_spoilt=max_spoilt)
+            failures = Failures(
+                domain.name,
+                name,
+                log_path,
+                # whoever runs an agent knows which of its episodes a limit has ended
+                bounds_spoilt=domain.agent is None,
+            )
             self._failures.append(failures)
             self._processes[domain.name] = [
                 EnvironmentProcess(bound, config, failures, log_path)

@@ -99,7 +99,7 @@ class Environment(Protocol):
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
         """Begin. The problem's metadata has `messages`, the conversation made of its question by
-        the recipe (`opening`). Raises Unscorable where it cannot."""
+        the recipe (`tools.first_messages`). Raises Unscorable where it cannot."""
         ...
 
     async def step(self, reply: Reply) -> Step:

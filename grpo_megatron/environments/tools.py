@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.data.conversation import MESSAGES, Message
+from grpo_megatron.data.conversation import Message, conversation_of
 from grpo_megatron.environments.protocol import (
     Observation,
     Outcome,
@@ -149,12 +149,12 @@ def _json_type(value: Any) -> str:
     return type(value).__name__
 
 
-def opening(problem: Problem) -> tuple[Message, ...]:
+def first_messages(problem: Problem) -> tuple[Message, ...]:
     """Return the conversation with which a problem begins: that of the recipe, or its question."""
-    messages = problem.metadata.get(MESSAGES)
-    if messages:
-        return tuple(messages)
-    return ({"role": "user", "content": problem.question},)
+    messages = conversation_of(problem.metadata)
+    if not messages:
+        messages = [{"role": "user", "content": problem.question}]
+    return tuple(messages)
 
 
 class History:
@@ -249,7 +249,7 @@ class ToolEnvironment:
         """Begin with the problem's conversation."""
         self.problem = problem
         await self.start(problem, seed)
-        messages = opening(problem)
+        messages = first_messages(problem)
         self._history.add(messages)
         return Observation(messages, self.tools, self._history.state, self._outcome(0.0))
 

@@ -27,7 +27,7 @@ from grpo_megatron.environments.protocol import (
     Unscorable,
 )
 from grpo_megatron.environments.registry import traits
-from grpo_megatron.environments.tools import History, opening, tool_schema
+from grpo_megatron.environments.tools import History, first_messages, tool_schema
 from grpo_megatron.errors import EpisodeError, GrpoMegatronError, raised_as
 from grpo_megatron.types import Problem
 
@@ -64,7 +64,7 @@ class VerifiersEnvironment:
     async def reset(self, problem: Problem, seed: int) -> Observation:
         """Start the library's loop, until it asks the policy for the first time."""
         row = {
-            "prompt": [dict(message) for message in opening(problem)],
+            "prompt": [dict(message) for message in first_messages(problem)],
             "answer": problem.answer,
             "info": problem.metadata.get(_INFO) or {},
             "example_id": 0,

@@ -12,7 +12,7 @@ from grpo_megatron.config.environment import AgentConfig
 from grpo_megatron.environments.agent_function import ClientSettings, packed, reward_of
 from grpo_megatron.environments.failures import Failures
 from grpo_megatron.environments.protocol import Environment, Reply, Unscorable
-from grpo_megatron.environments.tools import opening
+from grpo_megatron.environments.tools import first_messages
 from grpo_megatron.rollout.agent_command import run_command
 from grpo_megatron.rollout.chat_protocol import MODEL
 from grpo_megatron.rollout.conversation_session import ConversationSession
@@ -78,7 +78,7 @@ class AgentDomain:
         self._failures.check()
         problem = Problem(prompt.question, prompt.answer, prompt.metadata)
         # a template that cannot be proved is no program's fault
-        self._sampler.turn_tokens((), opening(problem))
+        self._sampler.turn_tokens((), first_messages(problem))
         limits = self._limits(max_tokens)
         async with self._free:
             session = ConversationSession(ask, self._sampler, limits, seeds.turns)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.reply_forms import num_before_reply
 from grpo_megatron.data.turn_tokens import NextTurn, TurnState, TurnTokens
 from grpo_megatron.environments.protocol import ToolSchema
 from grpo_megatron.rollout.chat_messages import comparable, sent_message
@@ -191,7 +192,7 @@ class ConversationSession:
         """Return what is to be sampled; None while other requests may have all tokens that are
         left."""
         self._require_turns_and_time()
-        turns = self._sampler.turn_tokens(tools, _opening_of(messages))
+        turns = self._sampler.turn_tokens(tools, messages[: num_before_reply(messages)])
         known = self._longest_known(messages)
         if known is None:
             state = self._begun(turns, messages)
@@ -400,16 +401,6 @@ class ConversationSession:
             finish_reason = "tool_calls"
         num_prompt_tokens = len(request.state.token_ids)
         return ChatReply(sent, finish_reason, num_prompt_tokens, sampled.num_tokens)
-
-
-def _opening_of(messages: Sequence[Message]) -> list[Message]:
-    """Return what stands in front of the first reply."""
-    found = []
-    for message in messages:
-        if message["role"] == "assistant":
-            break
-        found.append(message)
-    return found
 
 
 def _stopped(request: _Request, sampled: Completion, stops: Sequence[str]) -> Completion:

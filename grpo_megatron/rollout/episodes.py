@@ -6,18 +6,18 @@ decoded and encoded again (`data.turn_tokens`)."""
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from grpo_megatron import progress
 from grpo_megatron.data.conversation import Message, conversation_of
-from grpo_megatron.data.turn_tokens import NextTurn, TurnState
+from grpo_megatron.data.turn_tokens import NextTurn, TurnState, TurnTokens
 from grpo_megatron.environments.protocol import (
     Environment,
     Observation,
     Outcome,
     Step,
+    ToolSchema,
     Unscorable,
 )
 from grpo_megatron.errors import DataError
@@ -25,7 +25,12 @@ from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
 from grpo_megatron.rollout.tool_parsers import with_refused_calls
-from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
+from grpo_megatron.rollout.turn_sampler import (
+    EpisodeLimits,
+    ReplyReading,
+    TurnSampler,
+    load_nothing,
+)
 from grpo_megatron.types import Completion, Problem
 
 logger = logging.getLogger(__name__)
@@ -50,8 +55,22 @@ class EpisodePlayer(TurnSampler):
     """Plays the episodes of one domain with its environments. Arguments are those of
     `TurnSampler`."""
 
-    def __init__(self, **settings: Any):
-        super().__init__(**settings)
+    def __init__(
+        self,
+        *,
+        turn_tokens: Callable[[Sequence[ToolSchema]], TurnTokens],
+        read_reply: ReplyReading,
+        load_reading: Callable[[Sequence[ToolSchema]], Awaitable[None]] = load_nothing,
+        decode: Callable[[Sequence[int]], str],
+        segment_tokens: int | None = None,
+    ):
+        super().__init__(
+            turn_tokens=turn_tokens,
+            read_reply=read_reply,
+            load_reading=load_reading,
+            decode=decode,
+            segment_tokens=segment_tokens,
+        )
         self._without_room: set[str] = set()
         """Questions of the last episodes, none of which could begin."""
         self._num_logged = 0

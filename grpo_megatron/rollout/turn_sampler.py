@@ -10,7 +10,7 @@ from grpo_megatron.data.conversation import Message
 from grpo_megatron.data.turn_proof import prove
 from grpo_megatron.data.turn_tokens import TurnTokens
 from grpo_megatron.environments.protocol import ToolSchema
-from grpo_megatron.environments.tools import opening as opening_of
+from grpo_megatron.environments.tools import first_messages
 from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.segments import Ask, complete
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
@@ -48,7 +48,7 @@ class EpisodeLimits:
         return min(self.max_model_len, self.recorded_tokens)
 
 
-async def _load_nothing(_: Sequence[ToolSchema]) -> None:
+async def load_nothing(_: Sequence[ToolSchema]) -> None:
     """What needs no parsers is ready."""
 
 
@@ -63,7 +63,7 @@ class TurnSampler:
         *,
         turn_tokens: Callable[[Sequence[ToolSchema]], TurnTokens],
         read_reply: ReplyReading,
-        load_reading: Callable[[Sequence[ToolSchema]], Awaitable[None]] = _load_nothing,
+        load_reading: Callable[[Sequence[ToolSchema]], Awaitable[None]] = load_nothing,
         decode: Callable[[Sequence[int]], str],
         segment_tokens: int | None = None,
     ):
@@ -122,7 +122,7 @@ class TurnSampler:
         """Return a sequence of one token behind the problem's conversation, or behind as much of it
         as fits, for an episode that had no turn: it has neither reward nor loss. Errors as of
         `turn_tokens` and `sample`."""
-        asked = opening_of(problem)
+        asked = first_messages(problem)
         state = self.turn_tokens((), asked).begin(asked, from_environment=True)
         token_ids = state.token_ids[: limits.max_sequence - 1]
         builder = SequenceBuilder(token_ids)
