@@ -1,20 +1,25 @@
 """Rows of JSONL, Parquet, JSON and CSV files, alone or as the shards of a folder."""
 
 import csv
+import itertools
 import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.errors import DataError, raised_as
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
 """(file:line or file:row, both from 1; fields)"""
 
 _SPLITS = ("train", "validation", "valid", "val", "dev", "test")
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]{16})?")
 _LONGEST_CSV_FIELD = 1 << 28
 _WRONG_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _JSON_KINDS = {
@@ -25,6 +30,8 @@ _JSON_KINDS = {
     str: "a text",
     list: "a list",
 }
+_NOT_JSON = (ValueError, RecursionError)
+"""What `json.loads` raises; the second where lists lie too deep within one another."""
 _ABSENT = "it must be where the controller runs, also in a container"
 
 
@@ -144,7 +151,7 @@ def _jsonl_rows(path: Path) -> Rows:
             with raised_as(
                 DataError,
                 "not a JSON object",
-                ValueError,
+                _NOT_JSON,
                 where=where,
                 remedy="one JSON object a line, UTF-8",
             ):
@@ -155,18 +162,53 @@ def _jsonl_rows(path: Path) -> Rows:
 
 
 def _parquet_rows(path: Path) -> Rows:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with (
-        raised_as(DataError, "unreadable Parquet file", (pa.ArrowInvalid, OSError), where=path),
-        pq.ParquetFile(path) as file,
-    ):
+    with _sound_parquet("unreadable Parquet file", path):
+        file = pq.ParquetFile(path)
+    with file:
+        _refuse_repeated_columns(str(path), file.schema_arrow.names)
+        batches = file.iter_batches()
         number = 0
-        for batch in file.iter_batches():
-            for fields in batch.to_pylist():
+        while True:
+            with _sound_parquet("unreadable Parquet file", path):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for fields in _rows_of(batch, path, number):
                 number += 1
                 yield f"{path}:row {number}", fields
+
+
+def _rows_of(batch: "pa.RecordBatch", path: Path, num_before: int) -> list[dict[str, Any]]:
+    """Return the rows of a batch. Raises DataError with the row and the column of a value that
+    Python cannot hold: text that is not UTF-8, a time with nanoseconds.
+
+    num_before: rows of the file before the batch."""
+    try:
+        with _sound_parquet("unreadable rows", path):
+            rows: list[dict[str, Any]] = batch.to_pylist()
+            return rows
+    except DataError:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            for number, value in enumerate(column, start=num_before + 1):
+                with _sound_parquet(
+                    f"field {name!r} cannot be read",
+                    f"{path}:row {number}",
+                    "convert the column, or remove it where nothing reads it",
+                ):
+                    value.as_py()
+        raise
+
+
+def _sound_parquet(
+    what: str, where: object, remedy: str | None = None
+) -> AbstractContextManager[None]:
+    """Raise DataError where the block reads what is no Parquet, or no value of Python."""
+    import pyarrow as pa
+
+    causes = (pa.ArrowException, OSError, ValueError, OverflowError)
+    return raised_as(DataError, what, causes, where=where, remedy=remedy)
 
 
 def _json_rows(path: Path) -> Rows:
@@ -174,7 +216,7 @@ def _json_rows(path: Path) -> Rows:
     remedy = "an object, or a list of objects, UTF-8"
     with raised_as(DataError, "unreadable", OSError, where=path, remedy=_ABSENT):
         content = path.read_bytes()
-    with raised_as(DataError, "not JSON", ValueError, where=path, remedy=remedy):
+    with raised_as(DataError, "not JSON", _NOT_JSON, where=path, remedy=remedy):
         rows = json.loads(content)
     if isinstance(rows, dict):
         rows = [rows]
@@ -192,37 +234,59 @@ def _csv_rows(path: Path) -> Rows:
     csv.field_size_limit(_LONGEST_CSV_FIELD)
     with (
         raised_as(DataError, "unreadable", OSError, where=path, remedy=_ABSENT),
-        raised_as(DataError, "not a CSV file", (csv.Error, UnicodeDecodeError), where=path),
+        raised_as(DataError, "not a CSV file", UnicodeDecodeError, where=path),
         path.open(encoding="utf-8-sig", newline="") as file,
     ):
-        reader = csv.DictReader(file)
-        _refuse_bad_columns(path, list(reader.fieldnames or ()))
-        for number, fields in enumerate(reader, start=1):
+        reader = csv.DictReader(file, strict=True)  # else an open quote ends with the file
+        with _sound_csv(f"{path}:1"):
+            names = list(reader.fieldnames or ())
+        _refuse_bad_columns(path, names)
+        for number in itertools.count(1):
             where = f"{path}:row {number}"
+            with _sound_csv(where):
+                fields = next(reader, None)
+            if fields is None:
+                return
             if None in fields or None in fields.values():
                 raise DataError("the row has other columns than the first line", where=where)
             yield where, fields
 
 
+def _sound_csv(where: str) -> AbstractContextManager[None]:
+    """Raise DataError for a row that the block cannot read. where: in which it begins."""
+    return raised_as(
+        DataError,
+        "not a CSV file",
+        csv.Error,
+        where=where,
+        remedy="a field that begins with a quote ends with one, and a quote in it is doubled",
+    )
+
+
 def _refuse_bad_columns(path: Path, names: Sequence[str]) -> None:
     """Raise DataError for a column that would hide another, or a line that was not taken apart."""
-    counts = Counter(name for name in names if name.strip())
-    repeated = [name for name, count in counts.items() if count > 1]
-    if repeated:
-        raise DataError(
-            f"the first line has the column {repeated[0]!r} several times",
-            where=f"{path}:1",
-            remedy="rename or remove all but one of them",
-        )
+    where = f"{path}:1"
+    _refuse_repeated_columns(where, [name for name in names if name.strip()])
     if len(names) != 1:
         return
     for mark, words in _WRONG_SEPARATORS.items():
         if mark in names[0]:
             raise DataError(
                 f"the first line is one column, {names[0]!r}, with {words} in it",
-                where=f"{path}:1",
+                where=where,
                 remedy="the separator must be a comma: convert the file, or use .jsonl",
             )
+
+
+def _refuse_repeated_columns(where: str, names: Sequence[str]) -> None:
+    """Raise DataError where a row would keep only the last of several columns."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"the file has the column {repeated[0]!r} several times",
+            where=where,
+            remedy="rename or remove all but one of them",
+        )
 
 
 _READERS: dict[str, Callable[[Path], Rows]] = {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.data.row_files import data_files, read_rows
@@ -75,6 +78,17 @@ def test_a_missing_shard_is_refused(export):
         data_files(export, "train")
 
 
+def test_a_missing_shard_with_a_hash_in_its_name_is_refused(tmp_path):
+    """As older exports name them."""
+    for number in (0, 2):
+        name = f"train-{number:05d}-of-00003-0123456789abcdef.parquet"
+        write_parquet(tmp_path / name, ROWS[:1])
+    with pytest.raises(DataError, match="shard 1 of the 3 of 'train' is not there"):
+        data_files(tmp_path)
+    write_parquet(tmp_path / "train-00001-of-00003-fedcba9876543210.parquet", ROWS[:1])
+    assert len(data_files(tmp_path)) == 3
+
+
 def test_several_data_sets_are_not_mixed(tmp_path):
     for name in ("main", "socratic"):
         write_parquet(tmp_path / name / "train-00000-of-00001.parquet", ROWS)
@@ -125,6 +139,15 @@ def test_a_json_file_of_something_else_is_refused(tmp_path, content, found):
     assert "a list of objects" in caught.value.remedy
 
 
+@pytest.mark.parametrize(("name", "words"), [("a.jsonl", "a.jsonl:1"), ("a.json", "a.json")])
+def test_lists_too_deep_for_python_are_refused(tmp_path, name, words):
+    deep = "[" * 100_000 + "]" * 100_000
+    (tmp_path / name).write_text(f'{{"question": "1+1", "answer": {deep}}}')
+    with pytest.raises(DataError, match=r"not .*JSON.*depth") as caught:
+        questions(tmp_path / name)
+    assert caught.value.where == str(tmp_path / words)
+
+
 def test_csv_has_quoted_fields_and_a_header(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text('\ufeffquestion,answer\n"What is\n1, plus 1?",2\n2*3,6\n', encoding="utf-8")
@@ -150,6 +173,75 @@ def test_bad_headers_of_csv_are_refused(tmp_path, header, words):
     assert caught.value.where == f"{file}:1"
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_the_file(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text('question,answer\n1+1,2\n2+2,"4\n3+3,6\n4+4,8\n')
+    with pytest.raises(DataError, match="not a CSV file: unexpected end") as caught:
+        questions(file)
+    assert caught.value.where == f"{file}:row 2"
+    assert "quote" in caught.value.remedy
+    file.write_text('question,answer\n"say ""a, b""",2\na 5" disk,6\n')
+    assert questions(file) == ['say "a, b"', 'a 5" disk']
+
+
+def test_text_behind_a_closing_quote_is_refused(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text('question,answer\n1+1,"2"3\n')
+    with pytest.raises(DataError, match=r"(?s)not a CSV file.*rows.csv:row 1"):
+        questions(file)
+
+
+def test_csv_that_is_not_utf8_is_refused(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_bytes("question,answer\nü,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"(?s)not a CSV file.*utf-8.*rows.csv"):
+        questions(file)
+
+
+def not_utf8() -> pa.Array:
+    places = pa.py_buffer(np.array([0, 2, 4], np.int32).tobytes())
+    return pa.Array.from_buffers(pa.string(), 2, [None, places, pa.py_buffer(b"ok\xff\xfe")])
+
+
+@pytest.mark.parametrize(
+    "column",
+    [not_utf8(), pa.array([0, 1 << 60], pa.timestamp("ms"))],
+    ids=["text that is not UTF-8", "a time beyond the year 9999"],
+)
+def test_values_of_parquet_that_python_cannot_hold_are_told_with_their_row(tmp_path, column):
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"question": ["1+1", "2*3"], "answer": ["2", "6"], "x": column}), file)
+    with pytest.raises(DataError, match="field 'x' cannot be read") as caught:
+        questions(file)
+    assert caught.value.where == f"{file}:row 2"
+    assert "convert the column" in caught.value.remedy
+
+
+def test_a_column_that_parquet_has_twice_is_refused(tmp_path):
+    file = tmp_path / "rows.parquet"
+    columns = [pa.array(["1+1"]), pa.array(["2"]), pa.array(["3"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["question", "answer", "answer"]), file)
+    with pytest.raises(DataError, match="the column 'answer' several times") as caught:
+        questions(file)
+    assert caught.value.where == str(file)
+
+
+@given(st.data())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_parquet_file_is_refused_or_read_whole(tmp_path, data):
+    file = tmp_path / "rows.parquet"
+    write_parquet(file, ROWS)
+    damaged = bytearray(file.read_bytes())
+    place = data.draw(st.integers(0, len(damaged) - 1))
+    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(damaged)
+    try:
+        found = list(read_rows(file))
+    except DataError:
+        return
+    assert len(found) == len(ROWS)
 
 
 def test_a_split_of_a_single_file_is_refused(tmp_path):

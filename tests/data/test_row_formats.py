@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import pickle
 import zlib
@@ -278,3 +279,26 @@ def test_rows_without_a_method_are_refused():
     case = {"input": "1", "output": "1", "testtype": "functional"}
     row = lcb("[]", public_test_cases=json.dumps([case]), metadata="{}")
     assert "tests cannot be read" in str(refused(row))
+
+
+@pytest.mark.parametrize("cases", ["[1, 2]", '["a"]', {"input": "1", "output": "2"}])
+def test_tests_that_are_no_tables_are_refused(cases):
+    error = refused(lcb("[]", public_test_cases=cases))
+    assert "field 'public_test_cases' holds no tests: test 1 is" in str(error)
+    assert "input and output" in str(error)
+
+
+@pytest.mark.parametrize("case", [{"input": 5, "output": "2", "testtype": "functional"}, {}])
+def test_tests_without_their_texts_are_refused(case):
+    row = lcb("", public_test_cases=json.dumps([case]), metadata='{"func_name": "f"}')
+    assert "tests cannot be read" in str(refused(row))
+
+
+def test_a_damaged_pickle_is_refused():
+    whole = pickle.dumps(json.dumps(CASES))
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xFF
+        private = base64.b64encode(zlib.compress(bytes(damaged))).decode()
+        with contextlib.suppress(DataError):
+            problem(lcb(private))
