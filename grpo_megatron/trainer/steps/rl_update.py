@@ -469,8 +469,8 @@ class Training:
 
     def _write_drift(self, monitor: PolicyDriftMonitor) -> None:
         """Keep what the step did to the monitored samples for reports; of ranks with the
-        same samples, one."""
-        if not monitor.moved or self.replayed_masks is not None:
+        same samples, one, also where none of its samples is monitored."""
+        if self.replayed_masks is not None:
             return
         if not optimizer_step.is_output_rank():
             return
