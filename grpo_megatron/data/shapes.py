@@ -5,6 +5,7 @@ the question is how many of one kind there are. Equal seeds draw equal pictures.
 
 import io
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,11 +15,27 @@ from pydantic import Field, ValidationError, model_validator
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.config.templates import PromptTemplate
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Problem
 
 Kind = Literal["circle", "square", "triangle"]
+_CELL_MARGIN = 2
+"""Pixels that a cell is wider than its shape."""
 _COLOURS = ((200, 30, 30), (30, 140, 40), (30, 60, 200), (190, 130, 20), (120, 40, 150))
+
+
+class KindTemplate(PromptTemplate):
+    """`KindTemplate("How many {kind}s?").of("circle")` gives `"How many circles?"`."""
+
+    _field = re.compile("kind")
+    _fields = "{kind}"
+    _leaks = ()
+    _requires_field = False
+
+    def of(self, kind: Kind) -> str:
+        """Return the question for a kind of shapes."""
+        return self._filled({}, {"kind": kind})
 
 
 class ShapesConfig(Strict):
@@ -47,8 +64,16 @@ class ShapesConfig(Strict):
             raise ValueError(f"most = {self.most} is less than fewest = {self.fewest}")
         if not self.kinds:
             raise ValueError("kinds has none")
+        repeated = [kind for kind in self.kinds if self.kinds.count(kind) > 1]
+        if repeated:
+            raise ValueError(f"kinds has {repeated[0]!r} several times")
         if self.most_others and len(self.kinds) == 1:
             raise ValueError("most_others needs more kinds than the one that is asked for")
+        if self.num_cells == 0:
+            raise ValueError(
+                f"a shape of {self.shape_side} pixels does not fit into a picture of {self.side}: "
+                f"shape_side is at most {self.side - _CELL_MARGIN}"
+            )
         room = self.num_cells**2
         if self.most + self.most_others > room:
             raise ValueError(
@@ -60,7 +85,7 @@ class ShapesConfig(Strict):
     @property
     def num_cells(self) -> int:
         """Cells of a row of the grid in which shapes lie, one in a cell."""
-        return self.side // (self.shape_side + 2)
+        return self.side // (self.shape_side + _CELL_MARGIN)
 
 
 def shape_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
@@ -85,14 +110,17 @@ def shape_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
             where=where,
             remedy=f"known: {', '.join(ShapesConfig.model_fields)}",
         ) from error
+    question = KindTemplate(settings.question, where=f"{where}.question")
     if settings.seed is not None:
         seed = settings.seed
     for number in range(domain.num_problems or 1000):
         # a seed for each, so that a picture does not depend on how many come before
-        yield _problem(settings, random.Random(f"{seed}/{number}"), domain.image_field)
+        yield _problem(settings, question, random.Random(f"{seed}/{number}"), domain.image_field)
 
 
-def _problem(settings: ShapesConfig, rng: random.Random, image_field: str) -> Problem:
+def _problem(
+    settings: ShapesConfig, question: KindTemplate, rng: random.Random, image_field: str
+) -> Problem:
     asked = rng.choice(settings.kinds)
     others = [kind for kind in settings.kinds if kind != asked]
     count = rng.randint(settings.fewest, settings.most)
@@ -104,7 +132,7 @@ def _problem(settings: ShapesConfig, rng: random.Random, image_field: str) -> Pr
         "kind": asked,
         "num_shapes": len(kinds),
     }
-    return Problem(settings.question.format(kind=asked), str(count), metadata)
+    return Problem(question.of(asked), str(count), metadata)
 
 
 def draw_shapes(settings: ShapesConfig, kinds: Sequence[Kind], rng: random.Random) -> bytes:

@@ -73,6 +73,20 @@ def test_pictures_depend_on_the_seed_alone():
     assert load_problems(fewer, 1) == first[:4]
 
 
+def test_questions_have_the_kind_where_they_name_it():
+    [problem] = load_problems(
+        domain_of(question="{kind}s in {{}}?").model_copy(update={"num_problems": 1}), 0
+    )
+    assert problem.question == "circles in {}?"
+    problems = load_problems(domain_of(question="Count."), 0)
+    assert {problem.question for problem in problems} == {"Count."}
+
+
+def test_the_largest_shape_fits():
+    problems = load_problems(domain_of(side=28, shape_side=26, most=1), 0)
+    assert {count_blobs(problem.metadata["images"][0]) for problem in problems} == {1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -82,6 +96,14 @@ def test_pictures_depend_on_the_seed_alone():
         ({"fewest": 3, "most": 2}, "most = 2 is less than fewest = 3"),
         ({"most_others": 1}, "more kinds than the one"),
         ({"kinds": ["star"]}, "kinds.0"),
+        ({"kinds": ["circle", "circle"], "most_others": 2}, "'circle' several times"),
+        ({"side": 28, "shape_side": 27, "fewest": 0, "most": 0}, "shape_side is at most 26"),
+        ({"question": "How many {n}?"}, "{n} is not supported"),
+        ({"question": "How many {n}?"}, "use {kind}; write literal braces as {{ and }}"),
+        ({"question": "{"}, "template '{'"),
+        ({"question": "{kind!z}"}, "{kind} is not supported"),
+        ({"question": "{kind.x}"}, "{kind.x} is not supported"),
+        ({"question": "{metadata[kind]}"}, "{metadata[kind]} is not supported"),
     ],
 )
 def test_other_arguments_are_refused(arguments, words):
