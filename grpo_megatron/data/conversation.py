@@ -24,6 +24,13 @@ def is_conversation(value: object) -> bool:
 
 
 def read_conversation(value: Any, *, where: str, field: str) -> list[Message]:
+    """Return the messages of a field, as `read_messages`; DataError where no user speaks."""
+    messages = read_messages(value, where=where, field=field)
+    require_user(messages, where=where, field=field)
+    return messages
+
+
+def read_messages(value: Any, *, where: str, field: str) -> list[Message]:
     """Return the messages of a field, each with a role and text. DataError names the one that has
     none.
 
@@ -40,13 +47,17 @@ def read_conversation(value: Any, *, where: str, field: str) -> list[Message]:
                 where=place,
             )
         messages.append(_message(raw, place))
+    return messages
+
+
+def require_user(messages: Sequence[Message], *, where: str, field: str) -> None:
+    """Raise DataError where no message is of a user."""
     if not any(message["role"] == "user" for message in messages):
         raise DataError(
             f"field {field!r} has no message of a user",
             where=where,
             remedy='a conversation is a list of {"role": "user", "content": "…"}',
         )
-    return messages
 
 
 def _rows_of(table: Mapping[str, Any], where: str, field: str) -> list[Message]:

@@ -14,14 +14,20 @@ from grpo_megatron.data.conversation import (
     MESSAGES,
     Message,
     is_conversation,
-    last_question,
-    read_conversation,
+    read_messages,
+    require_user,
     split_reply,
 )
-from grpo_megatron.data.row_formats import conversation_of, prompt_field_of, text_of
+from grpo_megatron.data.row_formats import (
+    conversation_of,
+    prompt_field_of,
+    question_in,
+    question_of,
+)
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Problem
 
+PROMPT = "prompt"
 CHOSEN = "chosen"
 REJECTED = "rejected"
 COMPLETION = "completion"
@@ -80,7 +86,8 @@ def preference_of(
             where=where,
             remedy="only the last message of each may differ",
         )
-    problem = problem_of(where, fields, domain, of_chosen)
+    _refuse_other_prompt(where, fields, domain, CHOSEN, of_chosen)
+    problem = problem_of(where, fields, domain, of_chosen, answers=(chosen, rejected))
     return PreferenceRow(problem, (chosen, rejected), (1.0, 0.0), _margin(where, fields))
 
 
@@ -95,7 +102,8 @@ def _of_label(
         )
     answer, conversation = _answer(where, fields, COMPLETION, domain)
     label = _label(where, fields)
-    problem = problem_of(where, fields, domain, conversation)
+    _refuse_other_prompt(where, fields, domain, COMPLETION, conversation)
+    problem = problem_of(where, fields, domain, conversation, answers=(answer,))
     return PreferenceRow(problem, (answer,), (label,))
 
 
@@ -148,10 +156,10 @@ def _answer(
             where=where,
             remedy='set template = "chat" of the domain',
         )
-    is_answer_only = isinstance(value, list) and len(value) == 1
-    if is_answer_only:  # `read_conversation` wants a user in it
-        value = [{"role": "user", "content": ""}, *value]
-    messages = read_conversation(value, where=where, field=name)
+    messages = read_messages(value, where=where, field=name)
+    is_answer_only = len(messages) == 1
+    if not is_answer_only:
+        require_user(messages, where=where, field=name)
     if messages[-1]["role"] != "assistant":
         raise DataError(
             f"the last message of {name!r} is of {messages[-1]['role']!r}",
@@ -163,27 +171,84 @@ def _answer(
     return messages[-1]["content"], messages[:-1]
 
 
+def _refuse_other_prompt(
+    where: str,
+    fields: Mapping[str, Any],
+    domain: DomainConfig,
+    name: str,
+    conversation: Sequence[Message],
+) -> None:
+    """Raise DataError where the row has a prompt of its own that is no part of the conversation in
+    the field `name`, which would be trained in its place."""
+    if not conversation:
+        return
+    for field in sorted({domain.prompt_field, PROMPT}):
+        value = fields.get(field)
+        agrees = True
+        if isinstance(value, str):
+            agrees = _is_said(value, conversation)
+        elif is_conversation(value):
+            agrees = _is_part(read_messages(value, where=where, field=field), conversation)
+        if not agrees:
+            raise DataError(
+                f"{field!r} says something else than {name!r} does before its last message",
+                where=where,
+                remedy=f"make them equal, or leave {field!r} out",
+            )
+
+
+def _is_said(text: str, conversation: Sequence[Message]) -> bool:
+    """Whether a text has a message of the conversation, or is part of one; white space aside. Data
+    sets have the first question there, the last one, or all that was said."""
+    text = " ".join(text.split())
+    for message in conversation:
+        said = " ".join(message["content"].split())
+        if text in said or (said and said in text):
+            return True
+    return False
+
+
+def _is_part(messages: Sequence[Message], conversation: Sequence[Message]) -> bool:
+    """Whether the conversation has all these messages, in their order."""
+    num_found = 0
+    for message in conversation:
+        if num_found == len(messages):
+            break
+        wanted = messages[num_found]
+        if message["role"] == wanted["role"] and message["content"] == wanted["content"]:
+            num_found += 1
+    return num_found == len(messages)
+
+
 def problem_of(
     where: str,
     fields: Mapping[str, Any],
     domain: DomainConfig,
     conversation: Sequence[Message],
+    *,
+    answers: Sequence[str],
     without: Sequence[str] = _ANSWERS,
 ) -> Problem:
-    """Return what the answers answer: `conversation`, or where it is empty the row's prompt.
+    """Return what the answers answer: `conversation`, or where it is empty the row's prompt. One
+    that ends with an answer of the row, as those of samples do, is meant up to there.
 
-    without: fields that are no metadata, those of the answers. DataError where there is no prompt.
-    """
+    without: fields that are no metadata, those of the answers. Raises DataError where there is no
+    prompt, or where it ends with something else that the assistant says."""
     metadata = {name: value for name, value in fields.items() if name not in without}
     metadata.pop(MESSAGES, None)
     if not conversation:
         field = prompt_field_of(where, fields, domain)
         if not is_conversation(fields[field]):
-            question = text_of(where, fields, field, "prompt_field")
-            if not question.strip():
-                raise DataError(f"field {field!r} is empty", where=where)
-            return Problem(question, "", metadata)
+            return Problem(question_of(where, fields, field), "", metadata)
         messages = conversation_of(where, fields, field, domain)
-        conversation, _ = split_reply(messages)
+        conversation, reply = split_reply(messages)
+        without_blanks = ["".join(answer.split()) for answer in answers]
+        if reply is not None and "".join(reply.split()) not in without_blanks:
+            raise DataError(
+                f"the conversation in {field!r} ends with a message of the assistant, which is "
+                "none of the answers",
+                where=where,
+                remedy="end it with the message that is answered",
+            )
     metadata[MESSAGES] = list(conversation)
-    return Problem(last_question(conversation), "", metadata)
+    return Problem(question_in(where, conversation), "", metadata)

@@ -38,16 +38,39 @@ def problem_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> P
     """Return the problem of a row. `prompt_field` and `answer_field` are looked at first, then the
     formats of benchmarks. DataError names the row, what it lacks and what it has."""
     has_own_fields = domain.prompt_field in fields and domain.answer_field in fields
-    named = {name.lower().replace(" ", "_"): value for name, value in fields.items()}
     if has_own_fields:
         return _of_own_fields(where, fields, domain)
-    if named.keys() >= {"question", "correct_answer", *_INCORRECT}:
-        return _of_gpqa(where, named)
-    if named.keys() >= {"question_content", "public_test_cases"}:
-        return _of_live_code_bench(where, named)
-    if "problem" in named and ("answer" in named or "solution" in named):
-        return _of_math(where, named)
+    names = {_plain_name(name) for name in fields}
+    if names >= {"question", "correct_answer", *_INCORRECT}:
+        return _of_gpqa(where, _by_plain_name(where, fields))
+    if names >= {"question_content", "public_test_cases"}:
+        return _of_live_code_bench(where, _by_plain_name(where, fields))
+    if "problem" in names and ("answer" in names or "solution" in names):
+        return _of_math(where, _by_plain_name(where, fields))
     return _of_own_fields(where, fields, domain)
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a benchmark's field, which is published as `Correct Answer` or so."""
+    return name.lower().replace(" ", "_")
+
+
+def _by_plain_name(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields by their plain names. Raises DataError where two have the same."""
+    written: dict[str, str] = {}
+    named = {}
+    for name, value in fields.items():
+        plain = _plain_name(name)
+        if plain in written:
+            raise DataError(
+                f"the fields {written[plain]!r} and {name!r} have the same name but for its "
+                "letter case and blanks",
+                where=where,
+                remedy="rename or remove one of them",
+            )
+        written[plain] = name
+        named[plain] = value
+    return named
 
 
 def text_of(where: str, fields: Mapping[str, Any], name: str, setting: str) -> str:
@@ -69,6 +92,25 @@ def text_of(where: str, fields: Mapping[str, Any], name: str, setting: str) -> s
     return str(value)
 
 
+def question_of(where: str, fields: Mapping[str, Any], name: str) -> str:
+    """Return the question in a field of a row, as `text_of`. Raises DataError where it is empty."""
+    question = text_of(where, fields, name, "prompt_field")
+    if not question.strip():
+        raise DataError(f"field {name!r} is empty", where=where, remedy="leave the row out")
+    return question
+
+
+def question_in(where: str, conversation: Sequence[Message]) -> str:
+    """Return what the user of a conversation has said last. Raises DataError where that is
+    empty."""
+    question = last_question(conversation)
+    if not question.strip():
+        raise DataError(
+            "the last message of the user is empty", where=where, remedy="leave the row out"
+        )
+    return question
+
+
 def _no_field(where: str, fields: Mapping[str, Any], name: str, setting: str) -> DataError:
     remedy = f"set {setting} of the domain, or rename the field"
     close = " or ".join(map(repr, nearest(name, fields)))
@@ -88,9 +130,7 @@ def _of_own_fields(where: str, fields: Mapping[str, Any], domain: DomainConfig) 
     field = prompt_field_of(where, fields, domain)
     if is_conversation(fields[field]):
         return _of_conversation(where, fields, field, domain)
-    question = text_of(where, fields, field, "prompt_field")
-    if not question.strip():
-        raise DataError(f"field {field!r} is empty", where=where)
+    question = question_of(where, fields, field)
     answer = text_of(where, fields, domain.answer_field, "answer_field")
     metadata = dict(fields)
     del metadata[domain.answer_field]
@@ -146,7 +186,7 @@ def _of_conversation(
         answer = text_of(where, fields, domain.answer_field, "answer_field")
         del metadata[domain.answer_field]
     assert answer is not None
-    return Problem(last_question(conversation), answer, metadata)
+    return Problem(question_in(where, conversation), answer, metadata)
 
 
 # --- benchmarks
@@ -168,7 +208,7 @@ def _of_math(where: str, named: Mapping[str, Any]) -> Problem:
                 remedy="set answer_field of the domain, or leave the row out",
             )
         answer = found
-    return Problem(text_of(where, named, "problem", "prompt_field"), answer, metadata)
+    return Problem(question_of(where, named, "problem"), answer, metadata)
 
 
 def last_boxed(solution: str) -> str | None:
@@ -196,9 +236,15 @@ def last_boxed(solution: str) -> str | None:
 def _of_gpqa(where: str, named: Mapping[str, Any]) -> Problem:
     """GPQA (arXiv:2311.12022): four choices in an order that the row itself decides; the answer is
     a letter."""
-    question = text_of(where, named, "question", "prompt_field")
+    question = question_of(where, named, "question")
     correct = text_of(where, named, "correct_answer", "answer_field").strip()
     wrong = [text_of(where, named, name, "answer_field").strip() for name in _INCORRECT]
+    if correct in wrong:
+        raise DataError(
+            f"field {_INCORRECT[wrong.index(correct)]!r} is the correct answer, {correct!r}",
+            where=where,
+            remedy="leave the row out: two letters would be right",
+        )
     choices = _shuffled([correct, *wrong], seed=question)
     lines = [question.strip(), ""]
     for letter, choice in zip("ABCD", choices, strict=True):
@@ -221,7 +267,7 @@ def _shuffled(choices: Sequence[str], *, seed: str) -> list[str]:
 
 def _of_live_code_bench(where: str, named: Mapping[str, Any]) -> Problem:
     """LiveCodeBench (arXiv:2403.07974): the answer is all tests, as `code_tests` reads them."""
-    question = text_of(where, named, "question_content", "prompt_field")
+    question = question_of(where, named, "question_content")
     starter = named.get("starter_code")
     if starter:
         question += f"\n\nBegin with this code:\n```python\n{starter}\n```"

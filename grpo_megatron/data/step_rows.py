@@ -49,7 +49,9 @@ def step_row_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> 
             where=where,
             remedy="give every step one label",
         )
-    problem = problem_of(where, fields, domain, (), without=(STEPS, LABELS))
+    problem = problem_of(
+        where, fields, domain, (), answers=("".join(steps),), without=(STEPS, LABELS)
+    )
     return StepRow(problem, steps, labels)
 
 

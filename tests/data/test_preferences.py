@@ -28,8 +28,14 @@ from tests.data.preference_files import recipe, write
 USER = {"role": "user", "content": "1 + 1?"}
 TWO = {"role": "assistant", "content": "2"}
 THREE = {"role": "assistant", "content": "3"}
+SYSTEM = {"role": "system", "content": "be brief"}
 PLAIN = DomainConfig(name="d", source="file", path="x")
 CHAT = PLAIN.model_copy(update={"template": "chat"})
+
+
+def table(*messages: dict) -> dict:
+    """A sequence of messages as older data sets store it: lists by name."""
+    return {name: [message[name] for message in messages] for name in ("role", "content")}
 
 
 def read(fields: dict, domain: DomainConfig = CHAT, *, is_paired: bool = True):
@@ -46,6 +52,14 @@ def read(fields: dict, domain: DomainConfig = CHAT, *, is_paired: bool = True):
         {"messages": [USER, TWO], "prompt": "x", "chosen": "2", "rejected": "3"},
         {"chosen": [USER, TWO], "rejected": [USER, THREE]},
         {"prompt": "1 + 1?", "chosen": [USER, TWO], "rejected": [USER, THREE], "score": 1.5},
+        {"prompt": [USER], "chosen": table(TWO), "rejected": [THREE]},
+        {"prompt": "1 + 1?", "chosen": table(TWO), "rejected": table(THREE)},
+        {"chosen": table(USER, TWO), "rejected": [USER, THREE]},
+        {"prompt": [USER], "chosen": [USER, TWO], "rejected": [USER, THREE]},
+        {"question": "1 + 1?\n", "chosen": [USER, TWO], "rejected": [USER, THREE]},
+        {"prompt": "Human: 1 +  1?\nAI:", "chosen": [USER, TWO], "rejected": [USER, THREE]},
+        {"prompt": None, "chosen": [USER, TWO], "rejected": [USER, THREE]},
+        {"prompt": "", "chosen": [USER, TWO], "rejected": [USER, THREE]},
     ],
     ids=lambda fields: ", ".join(fields),
 )
@@ -56,9 +70,13 @@ def test_formats_of_pairs(fields):
 
 
 def test_several_turns_before_the_answers():
-    before = [{"role": "system", "content": "be brief"}, USER, TWO, USER]
+    before = [SYSTEM, USER, TWO, USER]
     row = read({"chosen": [*before, TWO], "rejected": [*before, THREE]})
     assert row.problem.metadata["messages"] == before
+    prompts = [[USER, TWO, USER], [USER], "be brief", USER["content"]]
+    for prompt in prompts:  # what the conversations have, too
+        again = read({"prompt": prompt, "chosen": [*before, TWO], "rejected": [*before, THREE]})
+        assert again.problem.metadata["messages"] == before
 
 
 def test_labels_and_pairs_that_become_labels():
@@ -83,6 +101,36 @@ def test_labels_and_pairs_that_become_labels():
         ({"prompt": "x", "chosen": "2", "rejected": THREE}, "'rejected' is one message"),
         ({"prompt": USER, "chosen": "2", "rejected": "3"}, "'prompt' is one message"),
         ({"chosen": [USER], "rejected": [USER, TWO]}, "last message of 'chosen'"),
+        ({"chosen": table(), "rejected": [USER, TWO]}, "'chosen' has no message of a user"),
+        ({"prompt": "x", "chosen": table(USER), "rejected": [TWO]}, "last message of 'chosen'"),
+        (
+            {"prompt": [USER, TWO], "chosen": [THREE], "rejected": [TWO | {"content": "4"}]},
+            "conversation in 'prompt' ends with a message of the assistant",
+        ),
+        (
+            {"prompt": [USER], "chosen": [USER | {"content": "2 * 3?"}, TWO], "rejected": [TWO]},
+            "differ before",
+        ),
+        (
+            {"prompt": "2 * 3?", "chosen": [USER, TWO], "rejected": [USER, THREE]},
+            "'prompt' says something else than 'chosen' does",
+        ),
+        (
+            {"prompt": [SYSTEM, USER], "chosen": [USER, TWO], "rejected": [USER, THREE]},
+            "'prompt' says something else than 'chosen' does",
+        ),
+        (
+            {"question": "2 * 3?", "chosen": [USER, TWO], "rejected": [USER, THREE]},
+            "'question' says something else than 'chosen' does",
+        ),
+        (
+            {"chosen": [SYSTEM, USER | {"content": " "}, TWO], "rejected": [SYSTEM, USER, THREE]},
+            "differ before",
+        ),
+        (
+            {"chosen": [USER | {"content": " "}, TWO], "rejected": [USER | {"content": " "}, TWO]},
+            "last message of the user is empty",
+        ),
         ({"chosen": [USER, TWO], "rejected": [USER, TWO, USER, TWO]}, "differ before"),
         ({"prompt": "x", "completion": "2", "label": True}, "compares two answers"),
     ],

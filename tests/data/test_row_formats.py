@@ -74,6 +74,11 @@ def test_a_conversation_comes_before_the_question_that_was_made_of_it():
     assert plain.question == "<|im_start|>user…"
 
 
+def test_a_conversation_whose_user_says_nothing_is_refused():
+    error = refused({"messages": [USER, REPLY, USER | {"content": " "}, REPLY]}, template="chat")
+    assert "the last message of the user is empty" in str(error)
+
+
 def test_the_last_turn_of_the_assistant_is_the_answer():
     found = problem({"messages": [USER, REPLY, USER, REPLY]}, template="chat")
     assert found.metadata["messages"] == [USER, REPLY, USER]
@@ -218,6 +223,41 @@ def test_right_choices_of_gpqa_are_on_every_letter():
         row |= {f"Incorrect Answer {wrong}": f"wrong {wrong}" for wrong in (1, 2, 3)}
         letters.add(problem(row).answer)
     assert letters == set("ABCD")
+
+
+@pytest.mark.parametrize("wrong", ["1", "2", "3"])
+def test_gpqa_whose_wrong_choice_is_right_is_refused(wrong):
+    row = {"Question": "Which?", "Correct Answer": "right\n"}
+    row |= {f"Incorrect Answer {number}": f"wrong {number}" for number in (1, 2, 3)}
+    error = refused(row | {f"Incorrect Answer {wrong}": " right"})
+    assert f"'incorrect_answer_{wrong}' is the correct answer, 'right'" in str(error)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"problem": "", "answer": "2"},
+        {"Problem": " \n", "Solution": "\\boxed{2}"},
+        {"question_content": "", "public_test_cases": "[]"},
+        {
+            "Question": " ",
+            "Correct Answer": "a",
+            "Incorrect Answer 1": "b",
+            "Incorrect Answer 2": "c",
+            "Incorrect Answer 3": "d",
+        },
+    ],
+    ids=["AIME", "MATH", "LiveCodeBench", "GPQA"],
+)
+def test_a_benchmark_without_its_question_is_refused(row):
+    assert "is empty" in str(refused(row))
+
+
+def test_fields_with_the_same_name_are_refused_where_one_would_be_lost():
+    error = refused({"problem": "Find it.", "Problem": "Find that.", "answer": "2"})
+    assert "'problem' and 'Problem' have the same name" in str(error)
+    own = problem({"question": "2 + 3?", "answer": "5", "id": 1, "ID": 2})
+    assert (own.metadata["id"], own.metadata["ID"]) == (1, 2)
 
 
 # --- LiveCodeBench

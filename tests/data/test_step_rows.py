@@ -65,6 +65,16 @@ def test_refused_rows(fields, message):
     assert "rows:1" in str(error.value)
 
 
+def test_a_conversation_may_end_with_the_steps_but_with_no_other_answer():
+    fields = {"completions": ["a b", "c"], "labels": [1, 0]}
+    whole = {"role": "assistant", "content": "a b\n\nc\n"}
+    row = read({"messages": [USER, whole], **fields}, CHAT)
+    assert row.problem.metadata["messages"] == [USER]
+    other = whole | {"content": "d"}
+    with pytest.raises(DataError, match="'messages' ends with a message of the assistant"):
+        read({"messages": [USER, other], **fields}, CHAT)
+
+
 # --- tokens
 
 
