@@ -117,7 +117,8 @@ def result_names(run: RunConfig) -> list[str]:
         return [*names, f"eval.{OF_ALL}.prompts"]
     for domain in run.domains:
         names += [f"eval.{domain.name}.{name}" for name in (*shares, *bounds, *others)]
-    return [*names, *(f"eval.{OF_ALL}.{name}" for name in (*shares, *others))]
+    names += [f"eval.{OF_ALL}.{name}" for name in (*shares, *others)]
+    return names
 
 
 def _refuse_unmeasured(gate: Gate, measured: Collection[str]) -> None:

@@ -19,7 +19,7 @@ from grpo_megatron.data.conversation import (
     split_reply,
 )
 from grpo_megatron.data.row_formats import (
-    conversation_of,
+    conversation_in_field,
     prompt_field_of,
     question_in,
     question_of,
@@ -240,7 +240,7 @@ def problem_of(
         field = prompt_field_of(where, fields, domain)
         if not is_conversation(fields[field]):
             return Problem(question_of(where, fields, field), "", metadata)
-        messages = conversation_of(where, fields, field, domain)
+        messages = conversation_in_field(where, fields, field, domain)
         conversation, reply = split_reply(messages)
         without_blanks = ["".join(answer.split()) for answer in answers]
         if reply is not None and "".join(reply.split()) not in without_blanks:

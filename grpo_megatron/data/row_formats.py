@@ -153,7 +153,7 @@ def prompt_field_of(where: str, fields: Mapping[str, Any], domain: DomainConfig)
     raise _no_field(where, fields, domain.prompt_field, "prompt_field")
 
 
-def conversation_of(
+def conversation_in_field(
     where: str, fields: Mapping[str, Any], field: str, domain: DomainConfig
 ) -> list[Message]:
     """Read the conversation in a field of a row. Raises DataError where the domain's template
@@ -173,7 +173,7 @@ def _of_conversation(
     """Make a problem of a conversation. An assistant's last turn is the row's answer, unless it has
     a field for that; where responses are trained, it is a response, and one of several if the row
     has more."""
-    messages = conversation_of(where, fields, field, domain)
+    messages = conversation_in_field(where, fields, field, domain)
     conversation, reply = split_reply(messages)
     metadata = dict(fields)
     del metadata[field]

@@ -6,18 +6,18 @@ decoded and encoded again (`data.turn_tokens`)."""
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from grpo_megatron import progress
 from grpo_megatron.data.conversation import Message, conversation_of
-from grpo_megatron.data.turn_tokens import NextTurn, TurnState, TurnTokens
+from grpo_megatron.data.turn_tokens import NextTurn, TurnState
 from grpo_megatron.environments.protocol import (
     Environment,
     Observation,
     Outcome,
     Step,
-    ToolSchema,
     Unscorable,
 )
 from grpo_megatron.errors import DataError
@@ -27,9 +27,7 @@ from grpo_megatron.rollout.sequence_builder import SequenceBuilder
 from grpo_megatron.rollout.tool_parsers import with_refused_calls
 from grpo_megatron.rollout.turn_sampler import (
     EpisodeLimits,
-    ReplyReading,
     TurnSampler,
-    load_nothing,
 )
 from grpo_megatron.types import Completion, Problem
 
@@ -55,25 +53,9 @@ class EpisodePlayer(TurnSampler):
     """Plays the episodes of one domain with its environments. Arguments are those of
     `TurnSampler`."""
 
-    def __init__(
-        self,
-        *,
-        turn_tokens: Callable[[Sequence[ToolSchema]], TurnTokens],
-        read_reply: ReplyReading,
-        load_reading: Callable[[Sequence[ToolSchema]], Awaitable[None]] = load_nothing,
-        decode: Callable[[Sequence[int]], str],
-        segment_tokens: int | None = None,
-    ):
-        super().__init__(
-            turn_tokens=turn_tokens,
-            read_reply=read_reply,
-            load_reading=load_reading,
-            decode=decode,
-            segment_tokens=segment_tokens,
-        )
-        self._without_room: set[str] = set()
-        """Questions of the last episodes, none of which could begin."""
-        self._num_logged = 0
+    @cached_property
+    def _without_room(self) -> "_WithoutRoom":
+        return _WithoutRoom()
 
     async def play(
         self,
@@ -102,10 +84,28 @@ class EpisodePlayer(TurnSampler):
     def found_no_room(self, problem: Problem, told: str) -> None:
         """An episode cannot begin, for the reason `told`. Raises DataError where that is so for one
         problem after the other."""
-        self._without_room.add(problem.question)
-        if len(self._without_room) >= _MOST_WITHOUT_ROOM:
+        self._without_room.add(problem.question, told)
+
+
+class _WithoutRoom:
+    """Counts episodes that cannot begin, and tells the first of them."""
+
+    def __init__(self) -> None:
+        self._questions: set[str] = set()
+        """Of the last episodes, none of which could begin."""
+        self._num_logged = 0
+
+    def clear(self) -> None:
+        """One could begin."""
+        self._questions.clear()
+
+    def add(self, question: str, told: str) -> None:
+        """One cannot begin, for the reason `told`. Raises DataError where too many in a row
+        cannot."""
+        self._questions.add(question)
+        if len(self._questions) >= _MOST_WITHOUT_ROOM:
             raise DataError(
-                f"none of {len(self._without_room)} episodes in a row can begin; the last: {told}",
+                f"none of {len(self._questions)} episodes in a row can begin; the last: {told}",
                 where="[rollout] max_model_len, [trainer] max_tokens_per_microbatch",
                 remedy="raise them, or have the environment say less in front of the first turn",
             )
