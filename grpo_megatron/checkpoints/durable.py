@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ _NOT_COPIED = (
     ".lock",
 )
 """Ends of names of what is about the weights themselves, which are written anew."""
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""What transformers calls the dtype of weights in a config.json, since and before its version 5."""
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 """Where transformers keeps the named templates of a tokenizer that has several."""
 
@@ -48,12 +51,13 @@ def write_json(path: Path, value: Any) -> None:
         write_atomically(path, json.dumps(value, indent=1))
 
 
-def copy_side_files(source: Path, target: Path) -> None:
+def copy_side_files(source: Path, target: Path, dtype: str | None = None) -> None:
     """Copy config, tokenizer and templates: everything beside the weights, byte for byte; of
     folders only that of additional templates.
 
-    Only a config.json that says the weights are quantised loses that: ours never are. Raises
-    SetupError when the disk is full."""
+    Only a config.json that says the weights are quantised loses that: ours never are. And where
+    all weights have been given a `dtype`, it says that one. Raises SetupError when the disk is
+    full."""
     for file in sorted([*source.iterdir(), *source.glob(_MORE_TEMPLATES)]):
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             copy = target / file.relative_to(source)
@@ -61,8 +65,22 @@ def copy_side_files(source: Path, target: Path) -> None:
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
     config = json.loads((target / "config.json").read_text(encoding="utf-8-sig"))
-    if config.pop("quantization_config", None) is not None:
-        write_json(target / "config.json", config)
+    written = deepcopy(config)
+    written.pop("quantization_config", None)
+    if dtype is not None:
+        _state_dtype(written, dtype)
+    if written != config:
+        write_json(target / "config.json", written)
+
+
+def _state_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Let a config.json say `dtype` wherever it says one: engines and transformers load weights
+    as what stands there."""
+    for name, value in config.items():
+        if isinstance(value, dict):  # of the text, or of the tower of a model that sees
+            _state_dtype(value, dtype)
+        elif name in _DTYPE_FIELDS and value is not None:
+            config[name] = dtype
 
 
 def commit(working: Path, final: Path) -> None:

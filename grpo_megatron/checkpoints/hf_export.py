@@ -123,7 +123,7 @@ class HFTarget(shard_files.Target):
         for entry in file.entries:
             yield entry.name, self._reader.tensor(entry.name)
 
-    def finish(self, source: Path) -> None:
+    def finish(self, source: Path, dtype: str | None = None) -> None:
         """Write the index, where there are several files, and what `Target.finish` writes."""
         if len(self.files) > 1:
             weight_map = {}
@@ -132,7 +132,7 @@ class HFTarget(shard_files.Target):
                     weight_map[entry.name] = file.name
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
             durable.write_json(self.working / "model.safetensors.index.json", index)
-        super().finish(source)
+        super().finish(source, dtype)
 
 
 def _item_bytes(entry: TensorEntry) -> int:

@@ -61,7 +61,7 @@ def merge_checkpoints(
     for file in target.files:
         target.write(file, _means(readers, file.entries, str(directory)))
     target.wait()
-    target.finish(first.directory)
+    target.finish(first.directory, dtype)
     bad: list[str] = []
     for file in target.files:
         bad += target.read_back(file)

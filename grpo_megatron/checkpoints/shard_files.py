@@ -165,8 +165,9 @@ class Target(ABC):
         if self._last is not None:
             self._last.result()
 
-    def finish(self, source: Path) -> None:
+    def finish(self, source: Path, dtype: str | None = None) -> None:
         """Write what makes all files one checkpoint: digests, and the side files of `source`.
+        dtype: what all weights have been given, None where each kept its own.
 
         Call on one rank, once all files are there."""
         digests: dict[str, str] = {}
@@ -175,7 +176,7 @@ class Target(ABC):
             assert record is not None  # all files are there
             digests |= record["tensors"]
         write_json(self.working / "conversion.json", {"tensors": digests})
-        copy_side_files(source, self.working)
+        copy_side_files(source, self.working, dtype)
 
     def read_back(self, file: ShardFile) -> list[str]:
         """Name the tensors that are not on the disk as they were given.

@@ -308,7 +308,7 @@ class MegatronTarget(shard_files.Target):
         for parameter in self._held_by(file):
             yield from self._source.tensors(parameter)
 
-    def finish(self, source: Path) -> None:
+    def finish(self, source: Path, dtype: str | None = None) -> None:
         """Write the metadata, what `Target.finish` writes, and the mark that all is there."""
         items = {}
         for file in self.files:
@@ -316,7 +316,7 @@ class MegatronTarget(shard_files.Target):
             assert record is not None  # all files are there
             items[file.name] = record["items"]
         _write_metadata(self.working / "weights", self.table.objects, items)
-        super().finish(source)
+        super().finish(source, dtype)
         durable.write_json(self.working / "complete.json", {"converted_from": str(source)})
 
 

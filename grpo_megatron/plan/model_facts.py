@@ -100,8 +100,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     written = written_config(directory)
     config: dict[str, Any] = flattened(written)
     if "vision_config" in config:
-        with _explained(directory / "config.json"):
-            config["image_processor"] = _image_processor(directory)
+        config["image_processor"] = _image_processor(directory)
     refuse_flat_text(written, where=str(directory / "config.json"))
     return config
 
@@ -110,27 +109,36 @@ def written_config(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's `config.json` as it is written. Raises ConfigError where it is missing
     or damaged."""
     file = directory / "config.json"
+    written = _read_table(file)
+    texts = written.get("text_config") or {}
+    if not isinstance(texts, dict):
+        raise _no_table("text_config", texts, file)
+    return written
+
+
+def _read_table(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a checkpoint. Raises ConfigError for anything else."""
     with _explained(file):
-        written = json.loads(file.read_text(encoding="utf-8-sig"))
-    _refuse_no_table(written, str(file))
-    config: dict[str, Any] = written
-    return config
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
+    if not isinstance(found, dict):
+        raise _no_table("the file", found, file)
+    return found
 
 
 @contextmanager
 def _explained(file: Path) -> Iterator[None]:
-    """Raise a ConfigError for a config.json, `file`, or what belongs to it, that cannot be read."""
+    """Raise a ConfigError for a file of a checkpoint that cannot be read, or is not JSON."""
     with (
         raised_as(
             ConfigError,
-            "cannot read the model's config.json",
+            f"cannot read the model's {file.name}",
             OSError,
             where=file,
             remedy="give a Hugging Face checkpoint directory",
         ),
         raised_as(
             ConfigError,
-            "the model's config.json is not valid",
+            f"the model's {file.name} is not valid",
             ValueError,
             where=file,
             remedy="download the checkpoint again",
@@ -139,31 +147,26 @@ def _explained(file: Path) -> Iterator[None]:
         yield
 
 
-def _refuse_no_table(written: Any, where: str) -> None:
-    tables = {"the file": written}
-    if isinstance(written, dict):
-        tables["text_config"] = written.get("text_config") or {}
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise ConfigError(
-                f"{name} has {type(table).__name__}, expected a table",
-                where=where,
-                remedy="download the checkpoint again",
-            )
+def _no_table(name: str, found: object, file: Path) -> ConfigError:
+    return ConfigError(
+        f"{name} has {type(found).__name__}, expected a table",
+        where=str(file),
+        remedy="download the checkpoint again",
+    )
 
 
 def _image_processor(directory: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of how images become patches. Raises OSError where it says
-    nothing, ValueError for what is not JSON. transformers 5 may save it in a file for all
-    modalities."""
+    """Return what a checkpoint says of how images become patches, in the file for them or, as
+    transformers 5 may save it, in one for all modalities. Raises ConfigError where it says
+    nothing."""
     of_all = directory / "processor_config.json"
     if of_all.exists():
-        found = json.loads(of_all.read_text(encoding="utf-8-sig")).get("image_processor")
+        found = _read_table(of_all).get("image_processor")
+        if isinstance(found, dict):
+            return found
         if found is not None:
-            return dict(found)
-    return dict(
-        json.loads((directory / "preprocessor_config.json").read_text(encoding="utf-8-sig"))
-    )
+            raise _no_table("image_processor", found, of_all)
+    return _read_table(directory / "preprocessor_config.json")
 
 
 def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:

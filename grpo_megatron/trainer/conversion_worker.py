@@ -133,7 +133,7 @@ def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
         dtype = getattr(torch, job.dtype)
     target = _plan_target(job, table, source, working, dtype)
     on_rank_0(_prepare, job, target)
-    _write(source, target, dtype, directory)
+    _write(source, target, job, dtype)
     with _phase("read back", target.num_bytes) as report:
         shard_files.read_back(target, final, report)
     if job.probe:
@@ -222,7 +222,7 @@ def _empty(working: Path) -> None:
             path.unlink()
 
 
-def _write(source: Source, target: Target, dtype: torch.dtype | None, directory: Path) -> None:
+def _write(source: Source, target: Target, job: ConversionJob, dtype: torch.dtype | None) -> None:
     """Write the files that are not finished; each rank its share. Collective."""
     unfinished = _unfinished(target)
     dist.barrier()  # all have looked what is left
@@ -231,7 +231,7 @@ def _write(source: Source, target: Target, dtype: torch.dtype | None, directory:
             target.write(file, _tensors_of(source, file, dtype), report)
         target.wait()
         dist.barrier()
-        on_rank_0(target.finish, directory)
+        on_rank_0(target.finish, Path(job.source), job.dtype)
 
 
 def _tensors_of(

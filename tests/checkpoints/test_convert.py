@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.plan.fp8_weights import BLOCK
+from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.weights.fp8_blocks import dequantise, scale_name
 from tests.checkpoints.test_hf_import import _change, _split_in_two
 from tests.checkpoints.test_resume import LAYOUTS
@@ -155,6 +156,8 @@ def test_another_dtype_by_choice(convert, tied_model, tmp_path):
     assert convert(tied_model, half, to="megatron", dtype="bfloat16", probe=True) is None
     assert convert(half, back, to="hf") is None
     assert_same(back, {n: t.bfloat16() for n, t in tensors_of(tied_model).items()})
+    for directory in (half, back):  # engines load weights as what stands there
+        assert read_config(directory)["dtype"] == "bfloat16"
 
 
 def test_what_chooses_experts_keeps_its_dtype(convert, tmp_path):

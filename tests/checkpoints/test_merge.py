@@ -69,6 +69,21 @@ def test_one_checkpoint_in_another_dtype(tmp_path):
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a"], weights.bfloat16())
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_a_config_says_the_dtype_that_was_wanted(tmp_path, field):
+    """Where transformers of any version keeps it, also of a model that sees."""
+    parts = {field: "float32", "text_config": {field: "float32"}, "vision_config": {"depth": 2}}
+    unsaid = {name: value for name, value in QWEN.items() if name != "torch_dtype"}
+    one = checkpoint(tmp_path / "one", unsaid | parts, w=torch.ones(4))
+    (one / "preprocessor_config.json").write_text("{}")
+    merged(tmp_path, one, dtype="bfloat16")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    halves = {field: "bfloat16", "text_config": {field: "bfloat16"}, "vision_config": {"depth": 2}}
+    assert found == unsaid | halves
+    merged(tmp_path, one)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == unsaid | parts
+
+
 @pytest.mark.parametrize("other", [{"a": torch.ones(3, 3)}, {"b": torch.ones(4, 3)}])
 def test_checkpoints_of_other_models_are_refused(tmp_path, other):
     parts = {

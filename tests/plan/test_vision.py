@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_the_tower_that_its_checkpoints_have(tmp_path, tower)
 @pytest.mark.parametrize(
     ("config", "processor", "words"),
     [
-        ({}, None, "cannot read the model's config.json"),
+        ({}, None, "cannot read the model's preprocessor_config.json"),
         ({}, {"image_std": None}, "image_std is not three numbers"),
         ({}, {"do_normalize": False}, "image_processor.do_normalize = False is not supported"),
         ({"model_type": "qwen2_vl"}, {}, "model_type 'qwen2_vl' is not supported"),
