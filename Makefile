@@ -23,7 +23,7 @@ or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier ye
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup setup-gpu demo demo-control demo-agent demo-agent-control stages-demo stages-compare compare-ppo lint style test-fast test test-learning test-families test-recipes test-matrix test-chaos \
-	test-trace test-slurm test-contract test-device test-gpu clean
+	test-trace test-slurm test-contract test-device test-gpu test-properties clean
 
 setup:
 	@scripts/setup.sh
@@ -85,6 +85,10 @@ test: style
 	cat $$fast_log; \
 	wait $$types || code=$$?; \
 	cat $$types_log; exit $$code
+
+# Properties, each with examples that were not tried before: run it as often as there is time.
+test-properties: setup
+	$(pytest) -n 2 --hypothesis-profile=new_examples -m "hypothesis and not engine and $(gate)"
 
 test-learning: setup
 	$(pytest) -m learning $(or_empty)

@@ -14,6 +14,7 @@ from grpo_megatron.errors import DataError, raised_as
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
 """(file:line or file:row, both from 1; fields)"""
@@ -165,7 +166,7 @@ def _parquet_rows(path: Path) -> Rows:
     import pyarrow.parquet as pq
 
     with _sound_parquet("unreadable Parquet file", path):
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
     with file:
         _refuse_repeated_columns(str(path), file.schema_arrow.names)
         batches = file.iter_batches()
@@ -174,10 +175,26 @@ def _parquet_rows(path: Path) -> Rows:
             with _sound_parquet("unreadable Parquet file", path):
                 batch = next(batches, None)
             if batch is None:
-                return
+                break
             for fields in _rows_of(batch, path, number):
                 number += 1
                 yield f"{path}:row {number}", fields
+        _require_all_rows(path, file.metadata, number)
+
+
+def _require_all_rows(path: Path, metadata: "pq.FileMetaData", number: int) -> None:
+    """Raise DataError unless `number` rows, those that were read, are what the file says it has,
+    in both places where it does."""
+    in_groups = 0
+    for group in range(metadata.num_row_groups):
+        in_groups += metadata.row_group(group).num_rows
+    if not number == metadata.num_rows == in_groups:
+        raise DataError(
+            f"the file is damaged: it says that it has {metadata.num_rows} rows, its row groups "
+            f"{in_groups}, and {number} were read",
+            where=str(path),
+            remedy="copy or download the file again",
+        )
 
 
 def _rows_of(batch: "pa.RecordBatch", path: Path, num_before: int) -> list[dict[str, Any]]:
