@@ -159,9 +159,15 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     if stand_ins.model_is_given:
         why = "the given model"
     is_here = config.model.path is not None and config.model.path.exists()
-    if stand_ins.model_is_given or not is_here:
+    is_replaced = stand_ins.model_is_given or not is_here
+    if is_replaced:
         changes.set("model.preset", None, why)
         changes.set("model.path", str(stand_ins.model), why)
+    adapters: Path | None = None
+    if config.lora is not None:
+        adapters = config.lora.path
+    if adapters is not None and (is_replaced or not adapters.exists()):
+        changes.set("lora.path", None, "adapters of the real model: new ones begin at zero")
     for number, domain in enumerate(config.domains):
         key = f"domains.{number}"
         if number in stand_ins.data:

@@ -347,6 +347,23 @@ def test_a_model_that_is_here_is_kept_unless_another_is_chosen(tmp_path):
     assert changes["model.path"] == "tiny"
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+def test_adapters_of_another_model_begin_anew(tmp_path, is_here):
+    """A tiny model of random weights cannot have those of the real one, whether they are here."""
+    adapters = tmp_path / "adapters"
+    if is_here:
+        adapters.mkdir()
+    config = resolve("moe/qwen3-30b-a3b-lora").config
+    lora = config.lora.model_copy(update={"path": adapters})
+    config = config.model_copy(update={"lora": lora})
+    tiny = StandIns(Path("tiny"), Path("tiny"), {}, "http://127.0.0.1:1")
+    changes = {change.key: change.after for change in scale_down(config, tiny)}
+    assert changes["lora.path"] is None
+    here = config.model_copy(update={"model": ModelConfig(path=tmp_path)})
+    keys = [change.key for change in scale_down(here, tiny)]
+    assert ("lora.path" in keys) == (not is_here)
+
+
 def test_the_coin_is_right_half_of_the_time_and_always_the_same():
     tossed = [coin("", "", prompt="p", token_ids=(token,)) for token in range(400)]
     assert set(tossed) == {0.0, 1.0}
