@@ -180,7 +180,8 @@ async def reward_model(
     if think_tag is not None:
         prompt, completion = without_thought(prompt, completion, think_tag)
     text = prompt + completion + end
-    reply = await post(f"{url}/pooling", {"model": model, "input": text}, timeout_s, api_key)
+    body = {"model": model, "input": text, "add_special_tokens": False}  # the prompt has them
+    reply = await post(f"{url}/pooling", body, timeout_s, api_key)
     scores = reply["data"][0]["data"]
     if not isinstance(scores, list):
         scores = [scores]

@@ -149,6 +149,13 @@ def test_a_reward_model_is_scaled():
     assert value == 1.0 and request["input"] == "6 * 7 = {x}{42}"
 
 
+@pytest.mark.parametrize("reward", [reward_model, process_reward_model])
+def test_a_server_puts_no_second_begin_of_text_before_a_prompt(reward):
+    """The rendered prompt has the one that its template writes."""
+    _, [request] = served([{"data": [{"data": [[3.0]]}]}], reward, prompt="<s>6 * 7", label=0)
+    assert request["input"].startswith("<s>6 * 7") and request["add_special_tokens"] is False
+
+
 def test_one_of_several_scalars_is_chosen():
     reply = {"data": [{"data": [3.0, -1.0]}]}
     assert served([reply], reward_model, label=1)[0] == -1.0
