@@ -319,17 +319,19 @@ class TrainerService:
             self.critic.begin(self.policy)
 
     def train_cold_start(self, directory: Path, first_update: int) -> TrainReport:
-        """Take one supervised optimizer step per update of the recorded step."""
+        """Take one supervised optimizer step per update of the recorded step, at temperature 1 as
+        kind sft does: `rollout.temperature` is that of sampling, and nobody sampled these."""
         settings = self.config.cold_start
         assert settings is not None  # only a cold start asks for it
-        return train_tokens(
-            self.config,
-            self.policy,
-            _table(directory),
-            settings.optimizer,
-            first_update,
-            settings.max_steps,
-        )
+        with self.policy.at_temperature(1.0):
+            return train_tokens(
+                self.config,
+                self.policy,
+                _table(directory),
+                settings.optimizer,
+                first_update,
+                settings.max_steps,
+            )
 
     def compare_logprobs(self, directory: Path) -> LogprobComparison:
         """Compute an engine's samples with this policy, and compare (see `logprob_check`)."""

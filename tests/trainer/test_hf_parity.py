@@ -30,6 +30,19 @@ def test_logprobs_are_those_of_transformers(request, world1, samples, kind, temp
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+def test_a_cold_start_trains_the_likelihood_at_temperature_1(world1, dense_model, samples):
+    """Whatever the temperature at which the run samples, which holds again behind it."""
+    nll, temperature = world1.run(
+        "tests.trainer.cold_start_ranks:first_step",
+        model=dense_model,
+        samples=samples,
+        temperature=0.25,
+    )
+    expected = np.concatenate(reference_logprobs(dense_model, SampleTable(Path(samples))))
+    assert nll == pytest.approx(-expected.mean(), abs=1e-5)
+    assert temperature == 0.25
+
+
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_rope_theta_has_two_spellings(request, world1, samples, kind):
     """transformers 4 and 5; another base gives other log-probs."""

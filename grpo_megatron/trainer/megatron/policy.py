@@ -111,6 +111,18 @@ class Policy:
             for adapters in models:
                 adapters.enabled = True
 
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Compute log-probs at `temperature` inside the block, and as before behind it."""
+        usual = [model.temperature for model in self.models]
+        for model in self.models:
+            model.temperature = temperature
+        try:
+            yield
+        finally:
+            for model, before in zip(self.models, usual, strict=True):
+                model.temperature = before
+
     def optimizer_class(self) -> type | None:
         """Return the class that holds the moments: Transformer Engine's, Apex' or torch's; None
         where nothing is trained on this rank."""
