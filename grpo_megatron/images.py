@@ -10,13 +10,24 @@ import hashlib
 import io
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 
 from grpo_megatron.errors import DataError
 from grpo_megatron.image_settings import ImageSettings
 
 LARGEST_PIXELS = 1 << 26
 """Of an image before it is scaled down: more is a mistake or an attack, and takes gigabytes."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns an image upright, by its orientation in EXIF."""
+_WHITE = (255, 255, 255)
 
 
 def digest_of(content: bytes) -> str:
@@ -25,10 +36,11 @@ def digest_of(content: bytes) -> str:
 
 
 def read_image(content: bytes) -> Image.Image:
-    """Decode the bytes of an image file, upright and in RGB.
+    """Decode the bytes of an image file, upright and in RGB, on white where it is transparent.
+    Greys of 16 bits lose the lower eight, as Pillow has it of colours.
 
-    Raises DataError for what is no image, is cut off or damaged, or has more than `LARGEST_PIXELS`.
-    """
+    Raises DataError for what is no image, is cut off or damaged, has more than `LARGEST_PIXELS`, or
+    numbers as pixels of which nothing says which one is white."""
     if not content:
         raise DataError("the image has no bytes", remedy="leave the row out, or mend the image")
     try:
@@ -40,11 +52,52 @@ def read_image(content: bytes) -> Image.Image:
                 remedy="scale it down, or leave the row out",
             )
         image.load()
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return _in_rgb(_upright(image))
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file raises whatever Pillow's reader of its kind does
         raise DataError(
-            f"not a readable image: {error}", remedy="leave the row out, or mend the image"
+            f"not a readable image: {str(error) or repr(error)}",
+            remedy="leave the row out, or mend the image",
         ) from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turn an image as its EXIF says. Pillow's `exif_transpose` also writes all of EXIF anew, which
+    fails where any other entry has a wrong type."""
+    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    if turn is None:
+        return image
+    return image.transpose(turn)
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB, on white where it is transparent."""
+    is_of_ppm = image.mode == "I" and image.format == "PPM"  # which Pillow scales to 16 bits
+    if is_of_ppm or image.mode.startswith("I;16"):
+        return _of_16_bits(image)
+    if image.mode in ("I", "F"):
+        kind = {"I": "integers of 32 bits", "F": "floating-point numbers"}[image.mode]
+        raise DataError(
+            f"the image's pixels are {kind}, of which nothing says which one is white",
+            remedy="save it with 8 or 16 bits a colour, or leave the row out",
+        )
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    seen = image.convert("RGBA")
+    found = Image.new("RGB", seen.size, _WHITE)
+    found.paste(seen, mask=seen.getchannel("A"))
+    return found
+
+
+def _of_16_bits(image: Image.Image) -> Image.Image:
+    """Return an image of 65,536 greys in RGB; the grey that is transparent, if one is, as white."""
+    values = np.asarray(image)
+    greys = (values >> 8).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        greys[values == transparent] = 255
+    return Image.fromarray(greys).convert("RGB")
 
 
 def patches_of(content: bytes, rows: int, columns: int, settings: ImageSettings) -> np.ndarray:

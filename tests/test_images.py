@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import random
+import struct
 
 import numpy as np
 import pytest
@@ -78,9 +80,106 @@ def test_what_is_no_image_is_refused(content, words):
         read_image(content)
 
 
+def saved(image: Image.Image, kind: str, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+ORIENTATION = struct.pack(">HHI4s", 0x112, 3, 1, b"\0\x06\0\0")  # turned by a quarter
+WRONG_TYPES = {
+    "resolution as text": struct.pack(">HHI4s", 0x11A, 2, 2, b"7\0\0\0"),
+    "software as a number": struct.pack(">HHI4s", 0x131, 11, 1, b"\x3f\x80\0\0"),
+    "no entry of the standard": struct.pack(">HHI4s", 0x9999, 2, 2, b"7\0\0\0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_other_entries_of_exif_may_be_damaged(name, kind):
+    entries = sorted([ORIENTATION, WRONG_TYPES[name]])
+    head = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(entries))
+    exif = head + b"".join(entries) + bytes(4)
+    assert read_image(saved(Image.new("RGB", (4, 2)), kind, exif=exif)).size == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "kind", ["PNG", "JPEG", "TIFF", "WEBP", "GIF", "AVIF", "DDS", "BLP", "TGA"]
+)
+@pytest.mark.filterwarnings("ignore")  # Pillow warns of some of what it then refuses
+def test_damaged_files_are_refused_whatever_pillow_raises(kind):
+    rng = random.Random(7)
+    image = Image.effect_noise((12, 9), 80).convert("P" if kind in ("BLP", "GIF") else "RGB")
+    whole = saved(image, kind)
+    for _ in range(150):
+        content = bytearray(whole)
+        for _ in range(rng.randrange(1, 5)):
+            content[rng.randrange(min(len(whole), 120))] = rng.randrange(256)
+        end = rng.choice([len(whole), rng.randrange(1, len(whole))])
+        try:
+            found = read_image(bytes(content[:end]))
+        except DataError as error:
+            assert "image" in error.message
+        else:
+            assert found.mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    "error", [struct.error("3 bytes"), NotImplementedError(), RuntimeError("x")]
+)
+def test_whatever_the_library_raises_is_no_readable_image(monkeypatch, error):
+    def fails(image):
+        raise error
+
+    monkeypatch.setattr(Image.Image, "getexif", fails)
+    with pytest.raises(DataError, match=r"not a readable image: .+"):
+        read_image(png(4, 4, 0))
+
+
+def test_a_machine_without_memory_has_no_damaged_image(monkeypatch):
+    def fails(image):
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "getexif", fails)
+    with pytest.raises(MemoryError):
+        read_image(png(4, 4, 0))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_greys_of_16_bits_keep_the_upper_eight(kind):
+    greys = np.arange(0, 65536, 1024, np.uint16).reshape(8, 8)
+    found = np.asarray(read_image(saved(Image.fromarray(greys), kind)))
+    assert (found == (greys >> 8)[..., None]).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "words"), [("TIFF", np.int32, "32 bits"), ("TIFF", np.float32, "floating")]
+)
+def test_pixels_without_a_known_white_are_refused(kind, dtype, words):
+    content = saved(Image.fromarray(np.ones((4, 4), dtype)), kind)
+    with pytest.raises(DataError, match=f"{words}.* nothing says which one is white"):
+        read_image(content)
+
+
+def test_what_is_transparent_is_white():
+    """Whatever colour it hides; a half of it is half white, what is opaque stays."""
+    pixels = np.zeros((1, 3, 4), np.uint8)
+    pixels[0, :, 0] = 200
+    pixels[0, :, 3] = (0, 255, 51)
+    found = np.asarray(read_image(saved(Image.fromarray(pixels), "PNG")))
+    assert found[0].tolist() == [[255, 255, 255], [200, 0, 0], [244, 204, 204]]
+    two = Image.fromarray(np.array([[0, 1]], np.uint8)).convert("P")
+    of_palette = np.asarray(read_image(saved(two, "PNG", transparency=0)))
+    assert of_palette[0].tolist() == [[255, 255, 255], [1, 1, 1]]
+    greys = Image.fromarray(np.array([[256, 512]], np.uint16))
+    of_16_bits = np.asarray(read_image(saved(greys, "PNG", transparency=256)))
+    assert of_16_bits[0].tolist() == [[255, 255, 255], [2, 2, 2]]
+
+
 def test_huge_and_oblong_images_are_refused(monkeypatch):
     with pytest.raises(DataError, match="3000 x 10 pixels is longer than 200 times"):
         SETTINGS.tokens_of(3000, 10)
     monkeypatch.setattr(images, "LARGEST_PIXELS", 100)
-    with pytest.raises(DataError, match="20 x 10 pixels is larger than 100 pixels"):
+    with pytest.raises(DataError, match=r"^an image of 20 x 10 pixels is larger") as error:
         read_image(png(20, 10, 0))
+    assert error.value.remedy == "scale it down, or leave the row out"
