@@ -1,8 +1,8 @@
 """Images of a data set's rows: read, checked, and put into the tokens of their prompts.
 
 A row has them in `image_field`, one or a list: a path, a `data:` URI, the bytes, or a table of
-`bytes` and `path`, as Hugging Face's Parquet files have it. `<image>` in the question says where
-each one is; without it they come first.
+`bytes` and `path`, as Hugging Face's Parquet files have it; an empty text is none. `<image>`
+in the question says where each one is; without it they come first.
 
 What cannot be seen is refused for its row alone, with the row's name."""
 
@@ -51,6 +51,8 @@ class ImageReader:
     settings: ImageSettings
     marker: str
     """What a prompt's text has for an image: the marks around it, and one token in between."""
+    token: str
+    """That token, as text."""
     token_id: int
     """Of that token, of which an image has many."""
     keep: Callable[[bytes], str] = digest_of
@@ -70,8 +72,8 @@ class ImageReader:
         if "vision_config" not in hf:
             return None
         names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-        marker = "".join(tokenizer.token_text(hf[name]) for name in names)
-        return cls(ImageSettings.of_model(hf), marker, hf["image_token_id"], keep)
+        marks = [tokenizer.token_text(hf[name]) for name in names]
+        return cls(ImageSettings.of_model(hf), "".join(marks), marks[1], hf["image_token_id"], keep)
 
     def fit(
         self, domain: DomainConfig, problems: Sequence[Problem]
@@ -129,9 +131,9 @@ class ImageReader:
         texts = [problem.question]
         if messages is not None:
             texts = [str(message["content"]) for message in messages]
-        if any(self.marker in text for text in texts):
+        if any(self.token in text for text in texts):
             raise DataError(
-                f"the question has {self.marker!r}, which only images may have",
+                f"the question has {self.token!r}, which only images may have",
                 remedy=f"write {MARK} where an image is",
             )
         num_marks = sum(text.count(MARK) for text in texts)
@@ -204,8 +206,8 @@ def refuse_images(domain: DomainConfig, problems: Sequence[Problem]) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The images of a field: none, one or several."""
-    if value is None:
+    """The images of a field: none (in CSV an empty text), one or several."""
+    if value is None or value == "":
         return []
     if isinstance(value, list | tuple):
         return list(value)
@@ -217,7 +219,7 @@ def _bytes_of(source: Any, domain: DomainConfig) -> bytes:
     if isinstance(source, Mapping):
         content = source.get("bytes")
         if content is not None:
-            return bytes(content)
+            return _of_bytes(content)
         source = source.get("path")
     if isinstance(source, bytes):
         return source
@@ -234,6 +236,26 @@ def _bytes_of(source: Any, domain: DomainConfig) -> bytes:
             remedy="download the images and give their paths",
         )
     return _of_file(domain, source)
+
+
+def _of_bytes(content: Any) -> bytes:
+    """Of the field `bytes` of a table: bytes, or numbers as JSON has them."""
+    if isinstance(content, bytes):
+        return content
+    if isinstance(content, list) and all(_is_byte(value) for value in content):
+        return bytes(content)
+    remedy = "leave the row out, or mend the image"
+    if isinstance(content, str):
+        remedy = 'base 64 goes into a URI: "data:image/png;base64,…" in the place of the table'
+    raise DataError(
+        f"the bytes of an image are {type(content).__name__}, expected bytes or a list of numbers "
+        "from 0 to 255",
+        remedy=remedy,
+    )
+
+
+def _is_byte(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= 255
 
 
 def _of_data_uri(uri: str) -> bytes:
@@ -263,7 +285,7 @@ def _of_file(domain: DomainConfig, name: str) -> bytes:
     with raised_as(
         DataError,
         f"no image at {path}",
-        OSError,
+        (OSError, ValueError),  # of a path with a NUL
         remedy="set image_folder of the domain to the folder that paths begin in, or leave the row "
         "out",
     ):

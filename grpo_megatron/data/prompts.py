@@ -85,24 +85,22 @@ def tokenised(
         problems = [problem for problem, _ in fit]
         images_of = [of_problem for _, of_problem in fit]
     renderer = PromptRenderer(domain, tokenizer.chat_template)
-    questions = []
     rendered = []
     texts = []
     for problem in problems:
-        questions.append(problem.question)
         rendered.append(renderer.render(problem))
         texts.append(rendered[-1].text)
     where = f"[[domains]] {domain.name}"
     token_ids = tokenizer.encode_batch(texts, where=where)
     prompts = []
-    for question, of_problem, ids, of_row in zip(
-        questions, rendered, token_ids, images_of, strict=True
+    for problem, of_problem, ids, of_row in zip(
+        problems, rendered, token_ids, images_of, strict=True
     ):
         text, answer, metadata = of_problem
         all_ids = tuple(ids)
         places: tuple[PromptImage, ...] = ()
         if images is not None:
-            all_ids, places = images.expanded(ids, of_row, where)
+            all_ids, places = images.expanded(ids, of_row, problem.where or where)
         prompt = Prompt(
             prompt_id=f"{domain.name}-{text_hash(content_of(text, places))[:16]}",
             domain=domain.name,
@@ -110,7 +108,7 @@ def tokenised(
             token_ids=all_ids,
             answer=answer,
             metadata=metadata,
-            question=question,
+            question=problem.question,
             images=places,
         )
         prompts.append(prompt)

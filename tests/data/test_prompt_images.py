@@ -66,6 +66,8 @@ def test_every_way_to_give_an_image(tmp_path, tokenizer, reader):
         {"question": "2?", "answer": "1", "images": "small.png"},
         {"question": "3?", "answer": "1", "images": [uri]},
         {"question": "4?", "answer": "1"},
+        {"question": "7?", "answer": "1", "images": ""},
+        {"question": "8?", "answer": "1", "images": [{"bytes": list(SMALL), "path": None}]},
     ]
     prompts = load_prompts(domain_of(write_rows(tmp_path / "a.jsonl", rows)), 0, tokenizer, reader)
     table = pa.Table.from_pylist(
@@ -78,12 +80,12 @@ def test_every_way_to_give_an_image(tmp_path, tokenizer, reader):
     prompts += load_prompts(domain_of(tmp_path / "b.parquet"), 0, tokenizer, reader)
     digest = digest_of(SMALL)
     assert ImageFolder(tmp_path / "kept").read(digest) == SMALL
-    for prompt in (*prompts[:3], *prompts[4:]):
+    for prompt in (*prompts[:3], *prompts[5:]):
         (image,) = prompt.images
         assert (image.digest, image.rows, image.columns) == (digest, 1, 2)
         assert prompt.text.startswith("<|vision_start|><|image_pad|><|vision_end|>")
         assert "images" not in prompt.metadata
-    assert prompts[3].images == () and prompts[3].text == "4?"
+    assert [(prompt.images, prompt.text) for prompt in prompts[3:5]] == [((), "4?"), ((), "7?")]
 
 
 def test_images_take_their_tokens_where_the_question_marks_them(tmp_path, tokenizer, reader):
@@ -124,6 +126,15 @@ BAD = {
     "number": ({"images": [17]}, "an image is int, expected a path"),
     "uri": ({"images": ["data:image/png;base64,@@"]}, "an image is no base 64"),
     "plain_uri": ({"images": ["data:text/plain,abc"]}, "expected data:image"),
+    "base_64": (
+        {"images": [{"bytes": "iVBORw0KGgo=", "path": None}]},
+        "an image are str, expected",
+    ),
+    "count": ({"images": [{"bytes": 5}]}, "an image are int, expected bytes or a list of numbers"),
+    "numbers": ({"images": [{"bytes": [137, 256]}]}, "numbers from 0 to 255"),
+    "nul": ({"images": ["a\0b.png"]}, "no image at"),
+    "token": ({"question": "what is <|image_pad|>?", "images": ["small.png"]}, "only images may"),
+    "token_alone": ({"question": "what is <|image_pad|>?", "images": None}, "only images may have"),
     "marks": ({"question": "<image><image>?", "images": ["small.png"]}, "2 <image> for 1 images"),
     "marker": (
         {"question": "<|vision_start|><|image_pad|><|vision_end|>?", "images": ["small.png"]},
@@ -150,6 +161,23 @@ def test_a_row_that_cannot_be_seen_is_left_out_by_name(tmp_path, tokenizer, read
     alone = write_rows(tmp_path / "b.jsonl", [good | fields])
     with pytest.raises(DataError, match=r"b\.jsonl:1"):
         load_prompts(domain_of(alone), 0, tokenizer, reader)
+
+
+def test_base_64_in_a_table_is_told_where_it_goes(tmp_path, tokenizer, reader):
+    row = {"question": "?", "answer": "1", "images": {"bytes": base64.b64encode(SMALL).decode()}}
+    path = write_rows(tmp_path / "a.jsonl", [row])
+    with pytest.raises(DataError, match=r"data:image/png;base64,…") as error:
+        load_prompts(domain_of(path), 0, tokenizer, reader)
+    assert error.value.where == f"{path}:1"
+
+
+def test_a_field_of_the_template_with_an_image_token_is_told_by_row(tmp_path, tokenizer, reader):
+    row = {"question": "?", "answer": "1", "note": "<|image_pad|>"}
+    path = write_rows(tmp_path / "a.jsonl", [row])
+    domain = domain_of(path, template="{metadata[note]} {question}")
+    with pytest.raises(DataError, match="1 image tokens for 0 images") as error:
+        load_prompts(domain, 0, tokenizer, reader)
+    assert error.value.where == f"{path}:1"
 
 
 def test_splits_say_how_many_rows_were_refused(tmp_path, tokenizer, reader):
