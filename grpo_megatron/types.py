@@ -82,6 +82,8 @@ class Problem:
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)  # what else the source knows
     where: str = ""  # file and row, for messages
+    untold: tuple[str, ...] = ()
+    """Of an answer that is a message: its fields that say something beside the text."""
 
 
 @dataclass(frozen=True, slots=True)

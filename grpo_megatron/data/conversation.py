@@ -13,6 +13,20 @@ MESSAGES = "messages"
 RESPONSES = "responses"
 """The same of the answers that are trained, where a run trains those of its rows."""
 
+TELLING_REMEDY = (
+    "write all that the answer says into its content, a thought between the tags of the model "
+    "(<think>…</think>), or leave the row out"
+)
+_TELLING = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "refusal",
+    "audio",
+)
+"""Fields by which an assistant's message says something that is not in its content."""
 _OPENED_THOUGHT = re.compile(r"<think>\s*\Z")
 
 
@@ -129,6 +143,19 @@ def split_reply(messages: Sequence[Message]) -> tuple[list[Message], str | None]
     if messages[-1]["role"] != "assistant":
         return list(messages), None
     return list(messages[:-1]), messages[-1]["content"]
+
+
+def untold_fields(message: Message) -> tuple[str, ...]:
+    """Return the names of fields of an assistant's message that say something beside its content,
+    such as `tool_calls`: where the content is trained, they are lost. Empty ones say nothing."""
+    found = []
+    for name in _TELLING:
+        value = message.get(name)
+        if isinstance(value, str):
+            value = value.strip()
+        if value:
+            found.append(name)
+    return tuple(found)
 
 
 def are_responses(value: object) -> bool:

@@ -6,7 +6,12 @@ import numpy as np
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import CHAT, ResponseTemplate
-from grpo_megatron.data.conversation import RESPONSES, are_responses, opening_of
+from grpo_megatron.data.conversation import (
+    RESPONSES,
+    TELLING_REMEDY,
+    are_responses,
+    opening_of,
+)
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
@@ -77,23 +82,44 @@ class DatasetAnswers:
 def refuse_bad_responses(
     config: RunConfig, domain: DomainConfig, problems: Iterable[Problem]
 ) -> None:
-    """Raise DataError, with file and line, for a row whose `responses` are no list of texts, if
-    this run trains them: elsewhere the field is the row's own, and no problem is looked at."""
+    """Raise DataError, with file and line, for a row whose `responses` are no list of texts, whose
+    answer is empty, or says more than its content, if this run trains them: elsewhere these fields
+    are the row's own, and no problem is looked at."""
     if not _trains_responses(config, domain):
         return
     for problem in problems:
-        value = problem.metadata.get(RESPONSES)
-        if are_responses(value):
-            continue
-        found = f"field {RESPONSES!r} is {type(value).__name__}"
-        if isinstance(value, list):
-            wrong = next(one for one in value if not isinstance(one, str))
-            found = f"field {RESPONSES!r} has a {type(wrong).__name__}"
-        raise DataError(
-            f"{found}, expected a list of texts",
-            where=problem.where or f"[[domains]] {domain.name}",
-            remedy='write "responses": ["…"], or leave it out to train the answer',
-        )
+        where = problem.where or f"[[domains]] {domain.name}"
+        _refuse_no_texts(problem.metadata.get(RESPONSES), where)
+        if problem.untold:
+            raise DataError(
+                f"the last message of the assistant has {problem.untold[0]!r}, and its content "
+                "alone would be trained",
+                where=where,
+                remedy=TELLING_REMEDY,
+            )
+        texts = problem.metadata.get(RESPONSES)
+        if not texts and domain.response_template is None:
+            texts = [problem.answer]
+        if not all(text.strip() for text in texts or ()):
+            raise DataError(
+                "the row's answer is empty, so that its end alone would be trained",
+                where=where,
+                remedy="leave the row out",
+            )
+
+
+def _refuse_no_texts(responses: object, where: str) -> None:
+    if are_responses(responses):
+        return
+    found = f"field {RESPONSES!r} is {type(responses).__name__}"
+    if isinstance(responses, list):
+        wrong = next(one for one in responses if not isinstance(one, str))
+        found = f"field {RESPONSES!r} has a {type(wrong).__name__}"
+    raise DataError(
+        f"{found}, expected a list of texts",
+        where=where,
+        remedy='write "responses": ["…"], or leave it out to train the answer',
+    )
 
 
 def _trains_responses(config: RunConfig, domain: DomainConfig) -> bool:

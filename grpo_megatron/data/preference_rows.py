@@ -12,11 +12,13 @@ from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.conversation import (
     MESSAGES,
+    TELLING_REMEDY,
     Message,
     is_conversation,
     read_messages,
     require_user,
     split_reply,
+    untold_fields,
 )
 from grpo_megatron.data.row_formats import (
     conversation_in_field,
@@ -165,6 +167,14 @@ def _answer(
             f"the last message of {name!r} is of {messages[-1]['role']!r}",
             where=where,
             remedy="an answer is a message of the assistant",
+        )
+    untold = untold_fields(messages[-1])
+    if untold:
+        raise DataError(
+            f"the last message of {name!r} has {untold[0]!r}, and its content alone would be "
+            "trained",
+            where=where,
+            remedy=TELLING_REMEDY,
         )
     if is_answer_only:
         return messages[-1]["content"], []

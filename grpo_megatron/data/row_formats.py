@@ -25,6 +25,7 @@ from grpo_megatron.data.conversation import (
     read_conversation,
     replies_of,
     split_reply,
+    untold_fields,
 )
 from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.types import Problem
@@ -172,7 +173,7 @@ def _of_conversation(
 ) -> Problem:
     """Make a problem of a conversation. An assistant's last turn is the row's answer, unless it has
     a field for that; where responses are trained, it is a response, and one of several if the row
-    has more."""
+    has more. What it says beside its content is named in `untold`."""
     messages = conversation_in_field(where, fields, field, domain)
     conversation, reply = split_reply(messages)
     metadata = dict(fields)
@@ -181,12 +182,15 @@ def _of_conversation(
     responses = fields.get(RESPONSES)
     if reply is not None and are_responses(responses):  # else it is something of the row's own
         metadata[RESPONSES] = replies_of(reply, responses)
+    untold: tuple[str, ...] = ()
+    if reply is not None:
+        untold = untold_fields(messages[-1])
     answer = reply
     if reply is None or fields.get(domain.answer_field) is not None:
         answer = text_of(where, fields, domain.answer_field, "answer_field")
         del metadata[domain.answer_field]
     assert answer is not None
-    return Problem(question_in(where, conversation), answer, metadata)
+    return Problem(question_in(where, conversation), answer, metadata, untold=untold)
 
 
 # --- benchmarks

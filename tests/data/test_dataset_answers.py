@@ -215,3 +215,66 @@ def test_a_cold_start_reads_responses_of_conversations(tmp_path):
         check(config)
     rows = [{**PLAIN_ROW, "responses": [3]}]
     assert check(recipe_of(tmp_path, rows, kind="rl", cold_start={})) == [[3]]
+
+
+# --- answers that are not trained as the row has them
+
+CALL = {"type": "function", "function": {"name": "calc", "arguments": {"x": "1 + 1"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": "", "tool_calls": [CALL]},
+        {"content": "Let me see.", "tool_calls": [CALL]},
+        {"function_call": CALL["function"]},
+        {"reasoning_content": "count"},
+        {"thinking": "count"},
+    ],
+    ids=str,
+)
+def test_an_answer_that_says_more_than_its_content_is_refused(tmp_path, fields):
+    rows = [CHAT_ROW, {"messages": [USER, {**REPLY, **fields}]}]
+    for settings in ({"kind": "sft"}, {"kind": "rl", "cold_start": {}}):
+        config = recipe_of(tmp_path, rows, template="chat", **settings)
+        name = list(fields)[-1]
+        with pytest.raises(DataError, match=f"has '{name}', and its content alone") as caught:
+            check(config)
+        assert caught.value.where.endswith("rows.jsonl:2")
+        assert "<think>…</think>" in caught.value.remedy
+
+
+def test_fields_that_say_nothing_more_pass(tmp_path):
+    """Also those of earlier turns, which the chat template renders."""
+    empty = {"tool_calls": [], "function_call": None, "reasoning_content": " \n"}
+    earlier = {"role": "assistant", "content": "6", "reasoning_content": "count"}
+    rows = [{"messages": [USER, earlier, USER, {**REPLY, "name": "adder", **empty}]}]
+    assert check(recipe_of(tmp_path, rows, template="chat")) == [[REPLY["content"]]]
+
+
+def test_where_no_answer_is_trained_it_may_say_more(tmp_path):
+    """The content is the reference answer of RL."""
+    rows = [{"messages": [USER, {**REPLY, "reasoning_content": "count"}]}]
+    assert check(recipe_of(tmp_path, rows, template="chat", kind="rl")) == [[REPLY["content"]]]
+
+
+@pytest.mark.parametrize(
+    ("row", "template"),
+    [
+        ({"question": "1 + 2?", "answer": " "}, "{question}"),
+        ({"question": "1 + 2?", "answer": "3", "responses": ["three", ""]}, "{question}"),
+        ({"messages": [USER, {**REPLY, "content": ""}]}, "chat"),
+    ],
+)
+def test_empty_answers_are_refused_with_their_line(tmp_path, row, template):
+    config = recipe_of(tmp_path, [row], template=template)
+    with pytest.raises(DataError, match="answer is empty") as caught:
+        check(config)
+    assert caught.value.where.endswith("rows.jsonl:1")
+
+
+def test_a_response_may_be_made_of_other_fields_than_the_answer(tmp_path):
+    row = {"question": "1 + 2?", "answer": "", "thought": "count"}
+    config = recipe_of(tmp_path, [row])
+    made = config.domains[0].model_copy(update={"response_template": "{metadata[thought]}"})
+    assert check(config.model_copy(update={"domains": (made,)})) == [None]

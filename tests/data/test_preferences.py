@@ -133,6 +133,14 @@ def test_labels_and_pairs_that_become_labels():
         ),
         ({"chosen": [USER, TWO], "rejected": [USER, TWO, USER, TWO]}, "differ before"),
         ({"prompt": "x", "completion": "2", "label": True}, "compares two answers"),
+        (
+            {"prompt": [USER], "chosen": [TWO | {"reasoning_content": "sum"}], "rejected": [THREE]},
+            "'chosen' has 'reasoning_content', and its content alone",
+        ),
+        (
+            {"chosen": [USER, TWO], "rejected": [USER, THREE | {"tool_calls": [{"id": "1"}]}]},
+            "'rejected' has 'tool_calls'",
+        ),
     ],
 )
 def test_refused_rows(fields, message):
