@@ -60,10 +60,22 @@ def preference_of(
     of both.
 
     The prompt is a text or a conversation in a field of its own, or what the conversations `chosen`
-    and `rejected` have in common before their last message. DataError names the row and what is
+    and `rejected` have in common before their last message. A table may have rows of both kinds; of
+    one row both would not be trained, and it is refused. DataError names the row and what is
     wrong in it."""
-    has_pair = CHOSEN in fields or REJECTED in fields
-    if not has_pair and COMPLETION not in fields:
+    has_pair = _has_one(fields, (CHOSEN, REJECTED), ignored=(None, ""))
+    has_completion = _has_one(fields, (COMPLETION,), ignored=(None, ""))
+    if has_pair and has_completion:
+        raise DataError(
+            f"the row has a pair and a {COMPLETION!r}, of which one would be lost",
+            where=where,
+            remedy=f"make two rows of it, one with {CHOSEN!r} and {REJECTED!r}, one with "
+            f"{COMPLETION!r} and {LABEL!r}",
+        )
+    if not has_pair and not has_completion:  # answers that are empty, which are counted
+        has_pair = _has_one(fields, (CHOSEN, REJECTED), ignored=(None,))
+        has_completion = _has_one(fields, (COMPLETION,), ignored=(None,))
+    if not has_pair and not has_completion:
         raise DataError(
             f"the row has neither {CHOSEN!r} and {REJECTED!r} nor {COMPLETION!r} and {LABEL!r}; it "
             f"has: {', '.join(fields) or 'nothing'}",
@@ -91,6 +103,13 @@ def preference_of(
     _refuse_other_prompt(where, fields, domain, CHOSEN, of_chosen)
     problem = problem_of(where, fields, domain, of_chosen, answers=(chosen, rejected))
     return PreferenceRow(problem, (chosen, rejected), (1.0, 0.0), _margin(where, fields))
+
+
+def _has_one(fields: Mapping[str, Any], names: Sequence[str], *, ignored: Sequence[object]) -> bool:
+    """Whether one of the fields has a value other than those `ignored`. A table of pairs and
+    labelled answers has all columns in every row: null where nothing is meant, in CSV an empty
+    text."""
+    return any(fields.get(name) not in ignored for name in names)
 
 
 def _of_label(

@@ -17,6 +17,7 @@ from grpo_megatron.data.preferences import (
     read_preferences,
     refuse_bad_preferences,
     split_by_prompt,
+    why_dropped,
 )
 from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.prompts import share, text_hash
@@ -88,9 +89,39 @@ def test_labels_and_pairs_that_become_labels():
     assert (row.answers, row.labels) == (("2", "3"), (1.0, 0.0))
 
 
+@pytest.mark.parametrize("absent", [None, ""])
+def test_pairs_and_labels_in_one_table(absent):
+    """Every row has all columns, empty ones of what it is not."""
+    columns = dict.fromkeys(("prompt", "chosen", "rejected", "completion", "label"), absent)
+    labelled = columns | {"prompt": "1 + 1?", "completion": "2", "label": "true"}
+    row = read(labelled, is_paired=False)
+    assert (row.answers, row.labels) == (("2",), (1.0,))
+    pair = columns | {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+    for is_paired in (True, False):
+        row = read(pair, is_paired=is_paired)
+        assert (row.answers, row.labels) == (("2", "3"), (1.0, 0.0))
+
+
+def test_empty_answers_of_one_table_are_counted():
+    columns = {"prompt": "1 + 1?", "chosen": "", "rejected": "3", "completion": "", "label": ""}
+    assert why_dropped(read(columns, is_paired=False)) == "with an empty answer"
+    assert why_dropped(read(columns | {"rejected": ""})) == "with an empty answer"
+    labelled = {"prompt": "1 + 1?", "completion": "", "label": True}
+    assert why_dropped(read(labelled, is_paired=False)) == "with an empty answer"
+
+
+@pytest.mark.parametrize("is_paired", [True, False])
+@pytest.mark.parametrize("rejected", [None, "", "3"])
+def test_a_row_with_a_pair_and_a_completion_is_refused(is_paired, rejected):
+    fields = {"prompt": "x", "chosen": "2", "rejected": rejected, "completion": "4", "label": 0}
+    with pytest.raises(DataError, match="a pair and a 'completion', of which one would be lost"):
+        read(fields, is_paired=is_paired)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"prompt": "x", "chosen": None, "completion": None}, "neither 'chosen'"),
         ({"prompt": "x", "rejected": "3"}, "no 'chosen'"),
         ({"prompt": "x", "chosen": "2", "rejected": None}, "no 'rejected'"),
         ({"prompt": "x", "answer": "2"}, "neither 'chosen'"),
