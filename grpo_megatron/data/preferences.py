@@ -26,6 +26,8 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.types import Completion, Prompt
 
 _NO_LABEL = float("nan")
+_WITH_EMPTY_ANSWER = "with an empty answer"
+_WITH_EQUAL_ANSWERS = "with equal answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,24 +224,36 @@ def _of_run(
 ) -> list[Preference]:
     longest = config.longest_preference
     reasons.update(recorded.dropped)
-    too_long = _too_long(longest)
     if config.compares_pairs:
         fitting = []
         for one in recorded.pairs:
-            if len(one.prompt.token_ids) + max(a.num_tokens for a in one.answers) <= longest:
-                fitting.append(one)
+            reason = _why_left_out(one.prompt, one.answers, longest)
+            if reason:
+                reasons[reason] += 1
             else:
-                reasons[too_long] += 1
+                fitting.append(one)
         return fitting
     labelled = []
     for prompt, answer, label in recorded.labelled:
-        if len(prompt.token_ids) + answer.num_tokens <= longest:
-            labelled.append((prompt, answer, label))
+        reason = _why_left_out(prompt, (answer,), longest)
+        if reason:
+            reasons[reason] += 1
         else:
-            reasons[too_long] += 1
+            labelled.append((prompt, answer, label))
     if not labelled:
         return []
     return _with_other_answers(labelled, longest, domain)
+
+
+def _why_left_out(prompt: Prompt, answers: Sequence[Completion], longest: int) -> str:
+    """Why sampled answers teach nothing; empty: they may."""
+    if not all(answer.text.strip() for answer in answers):
+        return _WITH_EMPTY_ANSWER
+    if len(answers) == 2 and np.array_equal(answers[0].token_ids, answers[1].token_ids):
+        return _WITH_EQUAL_ANSWERS
+    if len(prompt.token_ids) + max(answer.num_tokens for answer in answers) > longest:
+        return _too_long(longest)
+    return ""
 
 
 def pair_preference(
@@ -308,9 +322,9 @@ def why_dropped(row: PreferenceRow | StepRow) -> str:
             return "with an empty step"
         return ""
     if not all(answer.strip() for answer in row.answers):
-        return "with an empty answer"
+        return _WITH_EMPTY_ANSWER
     if len(row.answers) == 2 and row.answers[0] == row.answers[1]:
-        return "with equal answers"
+        return _WITH_EQUAL_ANSWERS
     return ""
 
 

@@ -108,6 +108,44 @@ def test_labels_are_correctness(run):
 
 
 @pytest.fixture(scope="module")
+def odd_run(run, tmp_path_factory):
+    """Groups whose best and worst samples have the same tokens, and others with an empty one."""
+    of_demo, tokenizer, name = run
+    run_dir = RunDir(tmp_path_factory.mktemp("odd"))
+    resolved = load_recipe("demo/gspo-moe-cpu")
+    write_resolved(run_dir.config, resolved)
+    run_dir.model.symlink_to(of_demo.model)
+    component = resolved.config.domains[0].accuracy_component
+    odd = [("1 + 1 =", "2", "2"), ("2 + 2 =", "", "3"), ("3 + 3 =", "6", " ")]
+    groups = []
+    for question, best, worst in [*odd, ("4 + 4 =", "8", "7"), ("5 + 5 =", "10", "9")]:
+        completions = (completion(tokenizer, best), completion(tokenizer, worst))
+        prompt = Prompt(question, name, question, tuple(tokenizer.encode(question)), "")
+        rewards = np.array([1.0, 0.0])
+        group = RolloutGroup(prompt, completions, 0)
+        groups.append(ScoredGroup(group, {component: rewards}, rewards))
+    record(run_dir, 0, groups, name, tokenizer)
+    return run_dir, tokenizer
+
+
+def test_pairs_that_teach_nothing_are_left_out_and_counted(odd_run):
+    run_dir, tokenizer = odd_run
+    found = load(recipe(run_dir), tokenizer)
+    assert sorted(one.prompt.text for one in found.by_id.values()) == ["4 + 4 =", "5 + 5 ="]
+    assert sorted(found.dropped.items()) == [
+        ("domain 'own': 1 with equal answers", 1),
+        ("domain 'own': 2 with an empty answer", 2),
+    ]
+
+
+def test_empty_labelled_answers_are_left_out_and_counted(odd_run):
+    run_dir, tokenizer = odd_run
+    found = load(recipe(run_dir, "kto"), tokenizer)
+    assert all(one.answers[0].text.strip() for one in found.by_id.values())
+    assert found.dropped["domain 'own': 2 with an empty answer"] == 2
+
+
+@pytest.fixture(scope="module")
 def aided_run(run, tmp_path_factory):
     """Two groups with samples that went on from something else than the question: retries behind
     an attempt, and answers behind a solved question. One retry has the highest reward."""
