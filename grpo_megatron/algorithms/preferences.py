@@ -93,9 +93,25 @@ def kto_loss(
 
 
 def kto_baseline(scores: Tensor) -> Tensor:
-    """Return KTO's z: the mean score of answers to other prompts of the step, at least 0, a scalar
-    without gradient. scores: [M]."""
+    """Return KTO's z: the mean over scores, which are sums over tokens, of answers to other prompts
+    of the step; at least 0, a scalar without gradient. scores: [M]."""
     return scores.detach().mean().clamp(min=0)
+
+
+def labelled_losses(
+    settings: PreferencesConfig, scores: Tensor, labels: Tensor, baseline: Tensor
+) -> Tensor:
+    """Return the loss of every answer with a label, [M]: KTO, with the weights that the recipe
+    gives the labels. scores: [M]; labels: bool [M]; baseline: z, a scalar."""
+    assert settings.loss == "kto", settings.loss
+    return kto_loss(
+        scores,
+        labels,
+        baseline,
+        settings.beta,
+        settings.desirable_weight,
+        settings.undesirable_weight,
+    )
 
 
 def reward_loss(

@@ -22,7 +22,8 @@ class PreferencesConfig(Strict):
     pairs; simpo and orpo: without a reference; bradley_terry: of kind reward_model; stepwise: of
     kind reward_model, a process reward model from answers whose steps have labels."""
     beta: float = Field(0.1, gt=0)
-    """How strongly a margin of log-probs counts; of orpo, the weight of its odds ratio (lambda)."""
+    """How strongly a margin of log-probs counts; of orpo, the weight of its odds ratio (lambda).
+    Losses of reward models have none."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Share of the labels that is taken for wrong, of dpo (conservative DPO) and simpo."""
     length_normalised: bool = False

@@ -2,6 +2,7 @@
 computed once before the first step, and accuracy on pairs that are kept out of training."""
 
 import asyncio
+import hashlib
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from grpo_megatron.algorithms.preferences import (
     MARGIN,
     REFERENCE,
     kto_baseline,
-    kto_loss,
+    labelled_losses,
     pair_losses,
 )
 from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
@@ -33,7 +34,7 @@ from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.preferences import Preference, Preferences
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
@@ -204,24 +205,52 @@ class ReferenceScores:
 
     def _write(self, found: Scores) -> None:
         self._run_dir.reference.mkdir(exist_ok=True)
-        number = len(list(self._run_dir.reference.glob("*.json")))
-        text = json.dumps({"model": self._model, "scores": found})
-        write_atomically(self._run_dir.reference / f"{number:06d}.json", text)
+        number = 0
+        while self._file(number).exists():  # one before others may have been removed
+            number += 1
+        values = {"model": self._model, "scores": found, "sha256": _digest_of(found)}
+        write_atomically(self._file(number), json.dumps(values))
+
+    def _file(self, number: int) -> Path:
+        return self._run_dir.reference / f"{number:06d}.json"
 
     def _read(self) -> Scores:
         known: Scores = {}
         for file in sorted(self._run_dir.reference.glob("*.json")):
-            values = json.loads(file.read_text(encoding="utf-8"))
-            if values["model"] != self._model:
+            model, scores = _read_scores(file)
+            if model != self._model:
                 raise DataError(
-                    f"the reference's log-probs are of {values['model']}, and the reference is "
-                    f"{self._model}",
+                    f"the reference's log-probs are of {model}, and the reference is {self._model}",
                     where=str(file),
                     remedy="resume with the recipe of the run, or start a new one",
                 )
-            for name, (first, second) in values["scores"].items():
-                known[name] = (first, second)
+            known |= scores
         return known
+
+
+def _read_scores(file: Path) -> tuple[str, Scores]:
+    """(the model, its scores) of a file. DataError where it is damaged; files of older runs have no
+    digest to tell that by."""
+    with raised_as(
+        DataError,
+        "the reference's log-probs cannot be read",
+        (OSError, ValueError, LookupError, TypeError, AttributeError),
+        where=file,
+        remedy="remove it: what it had is computed anew",
+    ):
+        values = json.loads(file.read_text(encoding="utf-8"))
+        model = values["model"]
+        scores: Scores = {}
+        for name, (first, second) in values["scores"].items():
+            scores[name] = (float(first), float(second))
+        if values.get("sha256", _digest_of(scores)) != _digest_of(scores):
+            raise ValueError("they are not those that were written")
+        return model, scores
+
+
+def _digest_of(scores: Scores) -> str:
+    """Return the sha256 of scores, hex."""
+    return hashlib.sha256(json.dumps(scores, sort_keys=True).encode()).hexdigest()
 
 
 class PreferenceSteps:
@@ -377,7 +406,7 @@ class PreferenceEvaluator:
         else:
             labels = torch.tensor([one.labels[0] == 1 for one in members])
             baseline = kto_baseline(second)
-            losses = kto_loss(first, labels, baseline, self._settings.beta)
+            losses = labelled_losses(self._settings, first, labels, baseline)
             right = ((first > baseline) == labels).double()
         found["loss"] = float(losses.mean())
         found["accuracy"] = float(right.mean())

@@ -89,6 +89,8 @@ BROKEN = [
     ("preferences", [*PREFERENCES, "preferences.loss=bradley_terry"]),
     ("preferences", [*REWARD_MODEL, "lora.rank=4"]),
     ("preferences", [*REWARD_MODEL, "preferences.label_smoothing=0.1"]),
+    ("preferences", [*REWARD_MODEL, "preferences.beta=0.5"]),
+    ("preferences", [*REWARD_MODEL, "preferences.loss=stepwise", "preferences.beta=0.5"]),
     ("preferences", [*PREFERENCES, "preferences.loss=ipo", "preferences.label_smoothing=0.1"]),
     ("preferences", [*PREFERENCES, "preferences.loss=simpo", "preferences.reference=/x"]),
     ("preferences", [*PREFERENCES, "preferences.undesirable_weight=2"]),

@@ -8,6 +8,7 @@ PREFERENCE_RULES = RuleSet()
 """Their checks take the run."""
 
 _LOSSES_OF = {
+    "beta": ("dpo", "hinge", "ipo", "kto", "simpo", "orpo"),
     "label_smoothing": ("dpo", "simpo"),
     "length_normalised": ("dpo", "hinge"),
     "gamma": ("simpo",),

@@ -15,7 +15,7 @@ from grpo_megatron.algorithms.preferences import (
     MARGIN,
     REFERENCE,
     kto_baseline,
-    kto_loss,
+    labelled_losses,
     pair_losses,
 )
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats
@@ -81,7 +81,8 @@ class PreferenceLossFunction:
             _measure_pairs(meter, self._settings, scores.detach(), sums.detach())
         else:
             labels = to_device(torch.from_numpy(self._table.reward[rows] == 1), sums.device)
-            losses = _labelled_losses(self._settings, scores, labels, self._baseline)
+            baseline = scores.new_tensor(self._baseline)
+            losses = labelled_losses(self._settings, scores, labels, baseline)
             _measure_labels(meter, self._settings, scores.detach(), labels, self._baseline)
         meter.set_mean("preference/loss", losses, "samples")
         loss = losses.sum() / self._num_items
@@ -116,19 +117,6 @@ class PreferenceLossFunction:
         reference = torch.from_numpy(self._table.components[REFERENCE][rows])
         gap = (sums - to_device(reference, sums.device)).abs().sum()
         stats.set_mean(_GAP, gap, float(self._table.policy_lengths[rows].sum()), "tokens")
-
-
-def _labelled_losses(
-    settings: PreferencesConfig, scores: torch.Tensor, labels: torch.Tensor, baseline: float
-) -> torch.Tensor:
-    return kto_loss(
-        scores,
-        labels,
-        scores.new_tensor(baseline),
-        settings.beta,
-        settings.desirable_weight,
-        settings.undesirable_weight,
-    )
 
 
 def _measure_pairs(

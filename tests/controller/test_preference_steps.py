@@ -1,0 +1,142 @@
+"""What is measured of preferences that are not trained, and the files of the reference's scores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_megatron.algorithms.preferences import kto_baseline, kto_loss
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.preference_steps import PreferenceEvaluator, ReferenceScores, Scores
+from grpo_megatron.data.dataset_answers import unsampled
+from grpo_megatron.data.preferences import Preference, Preferences
+from grpo_megatron.data.prompts import Splits
+from grpo_megatron.errors import DataError
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.types import Prompt
+from tests.data.preference_files import recipe
+
+
+class StubScorer:
+    """Gives scores by id, and keeps the ids that it was asked for."""
+
+    def __init__(self, scores: Scores):
+        self._scores = scores
+        self.asked: list[str] = []
+
+    async def scores(self, preferences) -> Scores:
+        found = {}
+        for one in preferences:
+            self.asked.append(one.prompt.prompt_id)
+            found[one.prompt.prompt_id] = self._scores[one.prompt.prompt_id]
+        return found
+
+
+def preference(name: str, label: float) -> Preference:
+    answer = unsampled([5, 6], 0, "stop", "x")
+    return Preference(Prompt(name, "d", name, (4,), ""), (answer, answer), (label, math.nan))
+
+
+# --- what is measured
+
+
+weights = st.floats(0.1, 3.0)
+
+
+@given(desirable=weights, undesirable=weights)
+def test_the_loss_of_labelled_answers_is_the_one_that_is_trained(desirable, undesirable):
+    """With the weights of both labels."""
+    settings = {"loss": "kto", "beta": 0.7}
+    settings |= {"desirable_weight": desirable, "undesirable_weight": undesirable}
+    config = recipe("x", preferences=settings)
+    scores = {"a": (-1.0, 0.3), "b": (-2.0, 0.1), "c": (0.5, 0.2)}
+    members = [preference("a", 1.0), preference("b", 0.0), preference("c", 0.0)]
+    by_id = {one.prompt.prompt_id: one for one in members}
+    preferences = Preferences(Splits({}, (), (), 0), by_id, {})
+    evaluator = PreferenceEvaluator(config, preferences, {}, StubScorer(scores))
+    results = asyncio.run(evaluator.evaluate([one.prompt for one in members]))
+    first, second = torch.tensor(list(scores.values()), dtype=torch.float64).unbind(1)
+    labels = torch.tensor([True, False, False])
+    losses = kto_loss(first, labels, kto_baseline(second), 0.7, desirable, undesirable)
+    assert results["d"]["loss"] == pytest.approx(float(losses.mean()), rel=1e-12)
+
+
+# --- the reference's scores
+
+
+KNOWN: Scores = {"a": (-1.5, -2.25), "b": (-0.1, -math.pi), "c": (float(np.float32(-0.3)), 0.0)}
+
+
+def load(run_dir: RunDir, names: str, config: RunConfig | None = None) -> tuple[Scores, list[str]]:
+    """The scores of these preferences, and the ids of those that had to be computed."""
+    scorer = StubScorer(KNOWN)
+    scores = ReferenceScores(config or recipe("x"), run_dir, scorer, None)
+    found = asyncio.run(scores.load([preference(name, 1.0) for name in names]))
+    return found, scorer.asked
+
+
+def files_of(run_dir: RunDir) -> list[Path]:
+    return sorted(run_dir.reference.iterdir())
+
+
+def test_scores_are_computed_once(tmp_path):
+    run_dir = RunDir(tmp_path)
+    assert load(run_dir, "ab") == ({name: KNOWN[name] for name in "ab"}, ["a", "b"])
+    assert load(run_dir, "abc") == (KNOWN, ["c"])
+    assert load(run_dir, "abc") == (KNOWN, [])
+
+
+def test_files_of_older_runs_have_no_digest(tmp_path):
+    run_dir = RunDir(tmp_path)
+    load(run_dir, "abc")
+    [file] = files_of(run_dir)
+    values = json.loads(file.read_text())
+    del values["sha256"]
+    file.write_text(json.dumps(values))
+    assert load(run_dir, "abc") == (KNOWN, [])
+
+
+DAMAGES = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "a digit": lambda text: text.replace("2.25", "2.75"),
+    "a list": lambda text: "[]",
+    "no scores": lambda text: json.dumps({"model": json.loads(text)["model"]}),
+    "scores are a list": lambda text: json.dumps(json.loads(text) | {"scores": [1]}),
+    "one score": lambda text: json.dumps(json.loads(text) | {"scores": {"a": [1.0]}}),
+    "a text": lambda text: json.dumps(json.loads(text) | {"scores": {"a": [None, 1.0]}}),
+    "no digest": lambda text: json.dumps(json.loads(text) | {"sha256": None}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_told_and_may_be_removed(tmp_path, name):
+    run_dir = RunDir(tmp_path)
+    load(run_dir, "ab")
+    load(run_dir, "abc")
+    first, second = files_of(run_dir)
+    first.write_text(DAMAGES[name](first.read_text()))
+    with pytest.raises(DataError, match="log-probs cannot be read") as error:
+        load(run_dir, "abc")
+    assert error.value.where == str(first) and "remove it" in str(error.value.remedy)
+    kept = second.read_bytes()
+    first.unlink()
+    assert load(run_dir, "abc") == (KNOWN, ["a", "b"])
+    assert second.read_bytes() == kept
+    assert load(run_dir, "abc") == (KNOWN, [])
+
+
+def test_scores_of_another_reference_are_refused(tmp_path):
+    run_dir = RunDir(tmp_path)
+    load(run_dir, "ab")
+    other = recipe("x", preferences={"reference": str(tmp_path)})
+    with pytest.raises(DataError, match="and the reference is"):
+        load(run_dir, "ab", other)
