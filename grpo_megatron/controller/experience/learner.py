@@ -10,7 +10,12 @@ from grpo_megatron.config.layouts import fill
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.experience.library import Library
-from grpo_megatron.controller.experience.writer import Attempt, GradedProblem, LessonWriter
+from grpo_megatron.controller.experience.writer import (
+    MAX_PROPOSALS,
+    Attempt,
+    GradedProblem,
+    LessonWriter,
+)
 from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.controller.sampling_metrics import rollout_metrics
 from grpo_megatron.data.prompt_text import PromptRenderer
@@ -152,16 +157,20 @@ class ExperienceLearner:
             problems = [graded(group) for group in teaching]
             operations = await self._writer.operations(problems, library)
         num_changes = library.apply(operations)
-        for reason in library.refused:
-            append_event(self._run_dir.events, "lesson_refused", step=self.step, reason=reason)
         counts = self._writer.take_counts()
+        refused = library.take_refused()
+        num_refused = len(refused) + counts.surplus
+        if counts.surplus:
+            refused.append(f"{counts.surplus} beyond the first {MAX_PROPOSALS} of their groups")
+        for reason in refused:
+            append_event(self._run_dir.events, "lesson_refused", step=self.step, reason=reason)
         return {
             **self._filter.metrics(scored),
             **rollout_metrics(scored),
             "experience/lessons": float(len(library.lessons)),
             "experience/groups_that_teach": float(len(teaching)),
             "experience/changes": float(num_changes),
-            "experience/refused": float(len(library.take_refused())),
+            "experience/refused": float(num_refused),
             "experience/unreadable": float(counts.unreadable),
             "experience/failed_requests": float(counts.failed),
             "experience/shortened_prompts": float(self._teller.take_shortened()),

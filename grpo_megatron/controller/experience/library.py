@@ -1,6 +1,7 @@
 """The lessons that a policy reads, and the operations that change them."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ import msgspec
 
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import write_atomically
+
+_NUMBERED = re.compile(r"E([1-9][0-9]{0,17})")
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -110,16 +113,33 @@ class Library:
                 where=str(path),
                 remedy="give the experience.json of a run of kind experience",
             ) from error
-        is_whole = isinstance(lessons, dict) and isinstance(next_number, int)
+        is_number = type(next_number) is int and next_number >= 1
+        is_whole = isinstance(lessons, dict) and is_number
         if not is_whole or not all(isinstance(text, str) for text in lessons.values()):
             raise DataError(
                 "its lessons are no texts by id",
                 where=str(path),
                 remedy="give the experience.json of a run of kind experience",
             )
+        number = max([0, *map(_number_of, lessons)])
+        if next_number <= number:
+            raise DataError(
+                f"lesson 'E{number}' is there, and next_number is {next_number}, so that a new "
+                "lesson would take its place",
+                where=str(path),
+                remedy=f"set next_number to {number + 1} or more",
+            )
         self.lessons = dict(lessons)
         self.next_number = next_number
         return dict(values)
+
+
+def _number_of(name: str) -> int:
+    """Return the number in the id of a lesson, 0 where the id is no such one."""
+    found = _NUMBERED.fullmatch(name)
+    if found is None:
+        return 0
+    return int(found[1])
 
 
 def one_line(text: str) -> str:

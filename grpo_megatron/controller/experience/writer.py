@@ -15,6 +15,8 @@ from grpo_megatron.controller.experience.library import Library, Operation
 from grpo_megatron.errors import EngineError
 
 _FOLDER = Path(__file__).parent
+MAX_PROPOSALS = 3
+"""Operations of a group that are taken, as many as `group.txt` asks for."""
 
 
 class AskModel(Protocol):
@@ -48,6 +50,7 @@ class WriterCounts:
     requests: int = 0
     failed: int = 0  # no reply, or a text that was too long
     unreadable: int = 0  # groups, or merges, without a list of operations
+    surplus: int = 0  # operations that a group proposed beyond `MAX_PROPOSALS`
 
 
 class LessonWriter:
@@ -83,7 +86,9 @@ class LessonWriter:
         for problem, of_problem in zip(problems, summaries, strict=True):
             texts.append(self._group_text(problem, of_problem, library))
         proposed = await self._operations(texts)
-        teaching = [operations for operations in proposed if operations]
+        for operations in proposed:
+            self.counts.surplus += max(len(operations) - MAX_PROPOSALS, 0)
+        teaching = [operations[:MAX_PROPOSALS] for operations in proposed if operations]
         if self.counts.failed == self.counts.requests:
             raise EngineError(
                 f"the writer of lessons replied to none of {self.counts.requests} requests",
@@ -172,8 +177,10 @@ class LessonWriter:
 
 
 def read_operations(reply: str) -> list[Operation] | None:
-    """Return the last JSON list of operations in a reply; None where there is none. Lists inside of
-    one, or inside of its texts, are not looked at."""
+    """Return the last JSON list of operations in a reply, thoughts aside; None where there is none.
+    Lists inside of one, or inside of its texts, are not looked at. An empty list behind another one
+    counts only on a line of its own: elsewhere it says that one kind of operation is not wanted."""
+    reply = _without_thought(reply)
     decoder = json.JSONDecoder()
     found = None
     place = reply.find("[")
@@ -181,16 +188,26 @@ def read_operations(reply: str) -> list[Operation] | None:
         end = place + 1
         try:
             values, behind = decoder.raw_decode(reply, place)
-            found = msgspec.convert(values, list[Operation])
+            operations = msgspec.convert(values, list[Operation])
             end = behind
+            if operations or not found or _is_line(reply, place, behind):
+                found = operations
         except (ValueError, RecursionError, msgspec.ValidationError):
             pass  # other brackets, such as those of an id
         place = reply.find("[", end)
     return found
 
 
+def _is_line(text: str, start: int, end: int) -> bool:
+    """Whether nothing else stands on the lines of this part of a text."""
+    before = text[:start].rpartition("\n")[2]
+    behind = text[end:].partition("\n")[0]
+    return not before.strip() and not behind.strip()
+
+
 def _without_thought(reply: str) -> str:
-    return reply.rpartition("</think>")[2].strip()
+    """Return what stands behind the last thought; of one that does not end, what stands before."""
+    return reply.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def _text(name: str) -> str:

@@ -104,6 +104,8 @@ def test_lessons_are_read_as_they_were_written(tmp_path):
         json.dumps({"lessons": ["a"], "next_number": 1}),
         json.dumps({"lessons": {"E1": 3}, "next_number": 2}),
         json.dumps({"lessons": {}, "next_number": "2"}),
+        json.dumps({"lessons": {}, "next_number": True}),
+        json.dumps({"lessons": {}, "next_number": 0}),
     ],
 )
 def test_files_without_lessons_are_refused(tmp_path, text):
@@ -112,3 +114,18 @@ def test_files_without_lessons_are_refused(tmp_path, text):
         path.write_text(text)
     with pytest.raises(DataError, match=r"lessons.*experience\.json"):
         Library(8, 8).load(path)
+
+
+@pytest.mark.parametrize("next_number", [1, 3])
+def test_a_next_number_that_would_take_the_place_of_a_lesson_is_refused(tmp_path, next_number):
+    path = tmp_path / "experience.json"
+    lessons = {"E3": "keep me", "E1": "and me", "E03": "of another kind", "tip": "too"}
+    path.write_text(json.dumps({"lessons": lessons, "next_number": next_number}))
+    with pytest.raises(DataError, match="lesson 'E3' is there, and next_number is") as error:
+        Library(8, 8).load(path)
+    assert error.value.remedy == "set next_number to 4 or more"
+    path.write_text(json.dumps({"lessons": lessons, "next_number": 4}))
+    library = Library(8, 8)
+    library.load(path)
+    library.apply([add("next")])
+    assert library.lessons == {**lessons, "E4": "next"}

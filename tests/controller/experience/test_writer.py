@@ -135,11 +135,29 @@ def test_without_problems_nobody_is_asked():
             'draft [{"operation": "keep"}], final [{"operation": "delete", "id": "E2"}] [E2]',
             [Operation("delete", "E2")],
         ),
+        ('<think>draft [{"operation": "delete", "id": "E1"}]</think> I would do nothing.', None),
+        ('draft [{"operation": "delete", "id": "E1"}]\n</think>\n\n[]', []),
+        ('<think>draft [{"operation": "delete", "id": "E1"}] but', None),
+        ("<think>[1]</think>\n" + ADDS, [Operation("add", experience="look")]),
+        (ADDS + "\nDeletions: []", [Operation("add", experience="look")]),
+        (ADDS + "\nOn second thought:\n```json\n[]\n```", []),
         ("[" * 5000, None),
     ],
 )
 def test_the_last_list_of_operations_counts(reply, expected):
     assert read_operations(reply) == expected
+
+
+def test_at_most_three_operations_of_a_group_are_taken():
+    many = json.dumps([{"operation": "add", "experience": f"x{number}"} for number in range(20)])
+    found, counts = operations_of(Model(group=[many, "[]"]))
+    assert [operation.experience for operation in found] == ["x0", "x1", "x2"]
+    assert counts.surplus == 17
+    model = Model(group=[many, ADDS], merge=many)
+    found, counts = operations_of(model)
+    [merge] = model.with_("Reviewers of several")
+    assert '"experience":"x2"' in merge and "x3" not in merge
+    assert (len(found), counts.surplus) == (20, 17), "the merge may propose as many as it likes"
 
 
 @given(st.text(alphabet='[]{}",:E1 ', max_size=60))
