@@ -255,7 +255,7 @@ class RolloutBatchBuilder:
         self._dispatcher = dispatcher
         self._answers: ChunkDispatcher | DatasetRollouts = dispatcher
         if config.uses_dataset:
-            answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_new_tokens)
+            answers = DatasetAnswers.of_run(config, tokenizer)
             self._answers = DatasetRollouts(answers, spool, recorded_shape(config))
         self._correction: Correction | None = None
         if config.correction is not None:

@@ -1,5 +1,6 @@
 """Where the responses of a data set are trained, it answers in the place of the engines."""
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
 
+logger = logging.getLogger(__name__)
+
 
 class DatasetAnswers:
     """A group is a prompt with all of its responses: the field `responses` of its row, or else its
@@ -23,11 +26,11 @@ class DatasetAnswers:
     count as unusable.
 
     They end as the domain's chat template ends a turn; with a plain template, with the tokenizer's
-    end. `longest` tokens are kept of one, the end included."""
+    end. `longest` tokens are kept of one, the end included, of any domain."""
 
     def __init__(self, domains: Sequence[DomainConfig], tokenizer: TextTokenizer, longest: int):
         self._tokenizer = tokenizer
-        self._longest = longest
+        self._longest = {domain.name: longest for domain in domains}
         self._chat_domains: dict[str, DomainConfig] = {}
         self._ends: dict[str, tuple[int, ...]] = {}  # ids, by domain
         self._templates: dict[str, ResponseTemplate] = {}  # by domain
@@ -42,14 +45,22 @@ class DatasetAnswers:
                 self._chat_domains[domain.name] = domain
                 self._ends[domain.name] = end_of_turn(domain, tokenizer)
 
+    @classmethod
+    def of_run(cls, config: RunConfig, tokenizer: TextTokenizer) -> "DatasetAnswers":
+        """Of all domains, with as many tokens of an answer as the domain's `max_new_tokens`: its
+        prompts leave room for that many."""
+        answers = cls(config.domains, tokenizer, config.rollout.max_new_tokens)
+        for domain in config.domains:
+            answers._longest[domain.name] = config.max_new_tokens_of(domain.name)
+        return answers
+
     async def rollouts(
         self, step: int, prompts: Sequence[Prompt]
     ) -> list[RolloutGroup[Completion]]:
         """Return the groups of `prompts`, in their order."""
         groups = []
         for prompt in prompts:
-            texts = prompt.metadata.get(RESPONSES) or [self._answer(prompt)]
-            completions = [self.completion(step, prompt, text) for text in texts]
+            completions = [self.completion(step, prompt, text) for text in self._texts(prompt)]
             groups.append(RolloutGroup(prompt, tuple(completions), 0))
         return groups
 
@@ -59,6 +70,22 @@ class DatasetAnswers:
         if prompt.domain in self._chat_domains and prompt.metadata.get(RESPONSES):
             text = prompt.metadata[RESPONSES][0]
         return self.completion(step, prompt, text)
+
+    def num_cut(self, prompt: Prompt) -> int:
+        """Return how many answers of a prompt are longer than is kept of one."""
+        longest = self._longest[prompt.domain]
+        num_cut = 0
+        for text in self._texts(prompt):
+            # a token is a byte or more, so that most answers need not be looked at
+            num_bytes = len(text.encode("utf-8", errors="surrogatepass"))
+            if num_bytes + len(self._ends[prompt.domain]) > longest:
+                num_cut += int(self.completion(0, prompt, text).truncated)
+        return num_cut
+
+    def _texts(self, prompt: Prompt) -> Sequence[str]:
+        """Return all that is trained of a row."""
+        texts: Sequence[str] = prompt.metadata.get(RESPONSES) or [self._answer(prompt)]
+        return texts
 
     def _answer(self, prompt: Prompt) -> str:
         """Return what is trained of a row without responses."""
@@ -73,10 +100,11 @@ class DatasetAnswers:
         if chat is not None:
             text = text.removeprefix(opening_of(prompt.text, chat.assistant_prefix))
         tokens = [*self._tokenizer.encode(text), *self._ends[prompt.domain]]
+        longest = self._longest[prompt.domain]
         finish_reason = "stop"
-        if len(tokens) > self._longest:
+        if len(tokens) > longest:
             finish_reason = "length"
-        return unsampled(tokens[: self._longest], step, finish_reason, text)
+        return unsampled(tokens[:longest], step, finish_reason, text)
 
 
 def refuse_bad_responses(
@@ -120,6 +148,37 @@ def _refuse_no_texts(responses: object, where: str) -> None:
         where=where,
         remedy='write "responses": ["…"], or leave it out to train the answer',
     )
+
+
+def warn_of_cut_answers(
+    config: RunConfig,
+    domain: DomainConfig,
+    tokenizer: TextTokenizer,
+    problems: Sequence[Problem],
+    prompts: Sequence[Prompt],
+) -> None:
+    """Log how many answers of a domain a supervised run cuts, and the first row that has one.
+    prompts: of `problems`, in their order."""
+    answers = DatasetAnswers.of_run(config, tokenizer)
+    num_cut = 0
+    num_rows = 0
+    first = ""
+    for problem, prompt in zip(problems, prompts, strict=True):
+        num_of_row = answers.num_cut(prompt)
+        num_cut += num_of_row
+        if num_of_row:
+            num_rows += 1
+            first = first or problem.where
+    if num_cut:
+        logger.warning(
+            "domain %r: %d answers of %d rows are longer than max_new_tokens (%d) with their end, "
+            "and are trained up to there, without an end; the first is at %s",
+            domain.name,
+            num_cut,
+            num_rows,
+            config.max_new_tokens_of(domain.name),
+            first,
+        )
 
 
 def _trains_responses(config: RunConfig, domain: DomainConfig) -> bool:

@@ -278,3 +278,46 @@ def test_a_response_may_be_made_of_other_fields_than_the_answer(tmp_path):
     config = recipe_of(tmp_path, [row])
     made = config.domains[0].model_copy(update={"response_template": "{metadata[thought]}"})
     assert check(config.model_copy(update={"domains": (made,)})) == [None]
+
+
+# --- answers that are longer than is trained
+
+
+def of_lengths(tmp_path, *, budget: int | None, answers) -> RunConfig:
+    rows = [{"question": f"{number}?", "answer": text} for number, text in enumerate(answers)]
+    rollout = {"max_new_tokens": 16, "max_model_len": 32}
+    config = recipe_of(tmp_path, rows, rollout=rollout)
+    domain = config.domains[0].model_copy(update={"max_new_tokens": budget})
+    return config.model_copy(update={"domains": (domain,)})
+
+
+@pytest.mark.parametrize("budget", [None, 8])
+def test_answers_that_are_cut_are_told_when_the_domain_is_read(
+    tmp_path, tokenizers, caplog, budget
+):
+    """An answer has its end within the budget of its domain."""
+    tokenizer = tokenizers["qwen"]
+    kept = budget or 16
+    texts = [kept * "7", (kept - 1) * "7", "7", 2 * kept * "7"]
+    assert len(tokenizer.encode(texts[0])) == kept
+    config = of_lengths(tmp_path, budget=budget, answers=texts)
+    splits = load_splits(config, tokenizer)
+    assert f"2 answers of 2 rows are longer than max_new_tokens ({kept})" in caplog.text
+    assert "rows.jsonl:1" in caplog.text
+    answers = DatasetAnswers.of_run(config, tokenizer)
+    groups = asyncio.run(answers.rollouts(0, splits.train["sums"]))
+    found = {}
+    for group in groups:
+        [completion] = group.completions
+        found[group.prompt.answer] = (completion.num_tokens, completion.truncated)
+    assert found == {
+        texts[0]: (kept, True),
+        texts[1]: (kept, False),
+        texts[2]: (2, False),
+        texts[3]: (kept, True),
+    }
+
+
+def test_answers_that_are_whole_are_no_warning(tmp_path, tokenizers, caplog):
+    load_splits(of_lengths(tmp_path, budget=None, answers=["7", "15 * 7"]), tokenizers["qwen"])
+    assert "longer than max_new_tokens" not in caplog.text
