@@ -182,6 +182,16 @@ def test_spoilt_tokens_are_no_target():
     same(targets.returns[[0, 2]].tolist(), [SECTION["returns"][0][0], SECTION["returns"][0][2]])
 
 
+def test_spoilt_tokens_are_in_the_whitening():
+    """As in all statistics: they lose their loss only."""
+    case = case_of([1.0, 0.0], [[0.5, 50.0, 0.8], [0.4]])
+    objective, parsed = parsed_with("ppo", (), **case)
+    spoilt = replace(parsed.batch, spoilt=torch.tensor([False, True, False, False]))
+    found = advantages_of(objective, spoilt).values
+    torch.testing.assert_close(found, advantages_of(objective, parsed.batch).values)
+    assert found.mean() == pytest.approx(0, abs=1e-6)
+
+
 def test_groups_with_equal_rewards_carry_a_signal():
     objective, parsed = parsed_with("ppo", (), **case_of([1.0, 1.0], [[0.5], [0.5]]))
     assert carries_signal(objective.config, parsed.batch)

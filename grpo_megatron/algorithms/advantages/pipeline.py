@@ -74,7 +74,7 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
         values = values - future
     if o.whiten != "none":
         counted = groups.valid
-        if o.advantage == "gae":  # of what is not trained there may be no values
+        if o.advantage == "gae":  # of samples that are not trained there may be no values
             counted = counted & batch.trained
         values = whiten(o, batch, values, counted, per_token=per_token)
     if o.shaping != "none":
