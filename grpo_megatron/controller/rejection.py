@@ -90,7 +90,9 @@ def _responses(
     for text in _accepted(group, selection, settings.scripts):
         if len(responses) == settings.max_per_prompt:
             break
-        if _is_text(text, tokenizer):
+        if text.strip() and _is_text(
+            text, tokenizer
+        ):  # an empty one is refused where it is trained
             responses.append(text)
     return responses
 
