@@ -29,6 +29,7 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optional: tuple[str, ...] = ()
     present: tuple[str, ...] = ()  # also if null: transformers' own default is something else
     null: tuple[str, ...] = ()  # may be null only
+    nullable: tuple[str, ...] = ()  # of those with a default: null is another value
     rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     default: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 and `rope_scaling`, transformers 5 `rope_parameters`; authors call the number of experts
 `num_experts`, `num_local_experts` or `n_routed_experts`."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,8 @@ from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import Family, family_names, family_of, tables_of
 from grpo_megatron.plan.hf_values import (
     refuse_contradictions,
-    refuse_non_positive,
     refuse_wrong_types,
+    refuse_wrong_values,
 )
 from grpo_megatron.plan.tower import refuse_deep_blocks
 
@@ -28,18 +29,44 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         refuse_wrong_types(fields)
         _refuse_unknown(fields, family)
         _refuse_values(fields, family)
-        for name, value in family.fields.default.items():
-            if fields.get(name) is None:
-                fields[name] = value
+        _take_defaults(fields, family)
         for name in family.fields.required:
             if fields.get(name) is None:
                 raise ConfigError(f"{name} is missing in the configuration of {family.name}")
         refuse_contradictions(fields)
+        _refuse_one_expert(fields, family)
         fields["rope"] = rope_fields(fields, family)
         refuse_deep_blocks(fields)
         return fields | derived(fields)
     except ConfigError as error:
         raise ConfigError(error.message, where=where, remedy=error.remedy) from None
+
+
+def _take_defaults(fields: dict[str, Any], family: Family) -> None:
+    """Fill in fields that are missing. ConfigError for one that is null where transformers knows no
+    null."""
+    for name, value in family.fields.default.items():
+        if name not in fields:
+            fields[name] = value
+        elif fields[name] is None and name not in family.fields.nullable:
+            raise ConfigError(
+                f"{name} = null is not supported for {family.name}",
+                remedy=f"remove {name}, which is then {json.dumps(value)}",
+            )
+
+
+def _refuse_one_expert(fields: Mapping[str, Any], family: Family) -> None:
+    """ConfigError where a token has one expert whose weight is divided by itself, and so always 1:
+    Megatron-Core leaves a sigmoid score as it is then, and refuses a softmax."""
+    if fields.get("num_experts_per_tok") != 1:
+        return
+    is_divided = not megatron_settings(family, fields).get("moe_router_pre_softmax")
+    if is_divided:
+        raise ConfigError(
+            f"num_experts_per_tok = 1 is not supported for {family.name} where the weights of a "
+            "token's experts are divided by their sum",
+            remedy="supported: 2 and more",
+        )
 
 
 def computation(hf: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -230,7 +257,7 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     tables that differ."""
     _refuse_two_ropes(fields)
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    refuse_non_positive(given)
+    refuse_wrong_values(given)
     old_kind = given.pop("type", None)
     kind = given.pop("rope_type", None) or old_kind or "default"
     theta = given.pop("rope_theta", None) or fields.get("rope_theta")
@@ -245,9 +272,12 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if found["theta"] is None:
         raise ConfigError("neither rope_theta nor rope_parameters.rope_theta is set")
     for name, default in family.rope[kind].items():
+        is_null = name in given and given[name] is None
         value = given.pop(name, None)
         if value is None and default == "required":
             raise ConfigError(f"rope type {kind!r} needs {name}")
+        if is_null and isinstance(default, bool):
+            value = False  # as transformers reads a null
         if value is None:
             value = default
         found[name] = value
@@ -326,7 +356,7 @@ def _refuse_values(fields: Mapping[str, Any], family: Family) -> None:
         found = _field_at(fields, name)
         values = [found]
         if isinstance(found, list) and not isinstance(allowed[0], list):
-            values = found
+            values = found or [found]
         wrong = [value for value in values if value is not None and value not in allowed]
         if wrong:
             raise ConfigError(

@@ -4,7 +4,7 @@ Fields have the names that `hf_config.unified` gives them; one that is null, or 
 to its default."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_megatron.errors import ConfigError
@@ -24,16 +24,18 @@ _SIZES = (
     "qk_rope_head_dim",
     "v_head_dim",
     "decoder_sparse_step",
+    "num_experts",
+    "original_max_position_embeddings",
 )
 """At least 1."""
 _COUNTS = (
     "intermediate_size",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
-    "num_experts",
     "num_experts_per_tok",
     "n_shared_experts",
     "first_k_dense_replace",
+    "num_nextn_predict_layers",
     "n_group",
     "topk_group",
 )
@@ -43,20 +45,46 @@ _FLAGS = (
     "mlp_bias",
     "norm_topk_prob",
     "tie_word_embeddings",
+    "truncate",
     "use_qk_norm",
     "use_sliding_window",
 )
-_POSITIVE_NUMBERS = ("rope_theta", "rms_norm_eps", "factor")
+_POSITIVE_NUMBERS = (
+    "rope_theta",
+    "rms_norm_eps",
+    "factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "routed_scaling_factor",
+)
+_NUMBERS = ("mscale", "mscale_all_dim")
 _LISTS_OF_LAYERS = ("layer_types", "moe_layer_freq")
 
 
 def refuse_wrong_types(fields: Mapping[str, Any]) -> None:
-    """ConfigError for a table or a flag that is none, and for a size or a number that is no such or
-    out of its range."""
+    """ConfigError for a table, a flag or a list of layers that is none, and for a size or a number
+    that is no such or out of its range."""
     for name in _TABLES:
         value = fields.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{name} = {value!r} is no table", remedy="write a table, or null")
+    refuse_wrong_values(fields)
+    _refuse_other_layers(fields.get("mlp_only_layers"))
+    quantisation = fields.get("quantization_config")
+    if quantisation is not None and quantisation.get("quant_method") is None:
+        raise ConfigError(
+            f"quantization_config = {quantisation} has no quant_method",
+            remedy="copy it from the original checkpoint, or write null where weights are not "
+            "quantised",
+        )
+
+
+def refuse_wrong_values(fields: Mapping[str, Any]) -> None:
+    """ConfigError for a flag of a `config.json`, or of its table of rotary embeddings, that is
+    none, and for a size or a number that is no such or out of its range."""
     for name in _FLAGS:
         value = fields.get(name)
         if value is not None and not isinstance(value, bool):
@@ -65,19 +93,53 @@ def refuse_wrong_types(fields: Mapping[str, Any]) -> None:
         _refuse_fewer(fields, name, 1)
     for name in _COUNTS:
         _refuse_fewer(fields, name, 0)
-    refuse_non_positive(fields)
-
-
-def refuse_non_positive(fields: Mapping[str, Any]) -> None:
-    """ConfigError for a number of a `config.json`, or of its table of rotary embeddings, that is
-    not above 0."""
     for name in _POSITIVE_NUMBERS:
-        value = fields.get(name)
-        if value is None or (_is_number(value) and 0 < value < math.inf):
-            continue
+        _refuse_outside(fields, name, lambda value: 0 < value < math.inf, "number above 0")
+    for name in _NUMBERS:
+        _refuse_outside(fields, name, math.isfinite, "finite number")
+    _refuse_outside(
+        fields,
+        "partial_rotary_factor",
+        lambda value: 0 < value <= 1,
+        "number above 0 and at most 1",
+    )
+    _refuse_crossed_frequencies(fields)
+
+
+def _refuse_outside(
+    fields: Mapping[str, Any], name: str, is_allowed: Callable[[float], bool], allowed: str
+) -> None:
+    value = fields.get(name)
+    if value is None or (_is_number(value) and is_allowed(value)):
+        return
+    raise ConfigError(
+        f"{name} = {value!r} is no {allowed}", remedy="copy it from the original checkpoint"
+    )
+
+
+def _refuse_crossed_frequencies(rope: Mapping[str, Any]) -> None:
+    """ConfigError where Llama 3's scaling has no frequencies between its low and its high ones.
+    Their types are checked."""
+    low = rope.get("low_freq_factor")
+    high = rope.get("high_freq_factor")
+    if low is not None and high is not None and high <= low:
         raise ConfigError(
-            f"{name} = {value!r} is no number above 0",
-            remedy="copy it from the original checkpoint",
+            f"high_freq_factor = {high} is not above low_freq_factor = {low}",
+            remedy="copy both from the original checkpoint",
+        )
+
+
+def _refuse_other_layers(layers: Any) -> None:
+    """ConfigError for a list of layers without experts that is none."""
+    if layers is None:
+        return
+    are_layers = isinstance(layers, list)
+    if are_layers:
+        are_layers = all(_is_whole(layer) and layer >= 0 for layer in layers)
+    if not are_layers:
+        raise ConfigError(
+            f"mlp_only_layers = {layers!r} is no list of layers",
+            remedy="write their numbers, from 0, for example [0, 1], or [] for none",
         )
 
 
@@ -116,10 +178,20 @@ def _refuse_experts(fields: Mapping[str, Any], num_experts: int) -> None:
             f"n_group = {groups} does not divide the {num_experts} experts",
             remedy="groups of experts are of one size",
         )
-    kept = fields.get("topk_group") or 1
-    if kept > groups:
+    kept = fields.get("topk_group")
+    if kept is None:
+        kept = 1
+    if not 1 <= kept <= groups:
         raise ConfigError(
             f"topk_group = {kept} of n_group = {groups} groups", remedy=f"1 to {groups}"
+        )
+    num_left = kept * (num_experts // groups)
+    are_limited = fields.get("topk_method") != "greedy"
+    if chosen is not None and are_limited and chosen > num_left:
+        raise ConfigError(
+            f"num_experts_per_tok = {chosen} experts, and the topk_group = {kept} groups that a "
+            f"token may take them from have {num_left}",
+            remedy=f"num_experts_per_tok = 1 to {num_left}, or a larger topk_group",
         )
 
 
@@ -127,11 +199,15 @@ def _refuse_fewer(fields: Mapping[str, Any], name: str, least: int) -> None:
     value = fields.get(name)
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not _is_whole(value) or value < least:
         raise ConfigError(
             f"{name} = {value!r} is no whole number of at least {least}",
             remedy="copy it from the original checkpoint",
         )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

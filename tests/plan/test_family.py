@@ -248,6 +248,40 @@ def test_spellings_of_the_rope_base(rope):
     assert found == {"type": "default", "theta": 1e6, "percent": 1.0}
 
 
+@pytest.mark.parametrize("name", ["seed_oss", "qwen3_moe", "llama"])
+def test_heads_without_a_size_share_the_hidden_one(name):
+    """Also in a family that has a size where config.json has none."""
+    sizes = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert model_fields(MODELS[name] | sizes | {"head_dim": None})["head_dim"] == 24
+
+
+def test_a_size_of_heads_that_is_missing_is_the_familys():
+    hf = {key: value for key, value in MODELS["seed_oss"].items() if key != "head_dim"}
+    assert model_fields(hf)["head_dim"] == 128
+
+
+def test_experts_of_a_token_are_those_of_its_groups():
+    """Of 8 experts in 4 groups, a token of two groups can take 4; a greedy one ignores groups."""
+    hf = MODELS["deepseek_v2"] | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    model_fields(hf | {"num_experts_per_tok": 4})
+    model_fields(hf | {"num_experts_per_tok": 5, "topk_method": "greedy"})
+    refusal = _refusal(hf | {"num_experts_per_tok": 5})
+    assert "the topk_group = 2 groups that a token may take them from have 4" in refusal
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "num_experts_per_tok" in MODELS[name]])
+def test_one_expert_is_computed_where_its_weight_is_not_divided(name):
+    hf = MODELS[name] | {"num_experts_per_tok": 1}
+    never_divides = name.startswith("deepseek_v2")
+    if hf["model_type"] == "qwen3_moe":
+        assert model_fields(hf | {"norm_topk_prob": False})
+        hf["norm_topk_prob"] = True
+    if never_divides:
+        assert model_fields(hf)
+    else:
+        assert "num_experts_per_tok = 1 is not supported" in _refusal(hf)
+
+
 def test_groups_of_experts_only_where_they_limit():
     fields = unified(MODELS["deepseek_v2"])
     assert derived(fields)["moe_layers"] == [0, 1, 1, 1]

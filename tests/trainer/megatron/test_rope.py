@@ -44,6 +44,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             1.5e5,
             YARN | {"factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
         ),
+        (1.5e5, YARN | {"truncate": None, "original_max_position_embeddings": 4096}),
         (5e4, YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
         (1e4, YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}),
         (1e4, YARN | {"mscale": 0.7}),
