@@ -16,7 +16,7 @@ from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.fp8_weights import BLOCK
 from grpo_megatron.plan.model_facts import read_config
-from grpo_megatron.weights.fp8_blocks import dequantise, scale_name
+from grpo_megatron.weights.fp8_blocks import dequantise, scale_name, scale_shape
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from grpo_megatron.weights.parameters import (
     EMBEDDING,
@@ -27,6 +27,7 @@ from grpo_megatron.weights.parameters import (
 )
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SINGLE_FILE = "model.safetensors"
 _LISTED = 20
 _LANGUAGE_HEAD = "lm_head.weight"
 _ROWS_AT_ONCE = 8192
@@ -38,7 +39,8 @@ class HFReader:
 
     Files are mapped and read in slices. What lies in a stack of experts has the name that it has
     everywhere else. stacks: default, those of the family in config.json. Raises CheckpointError
-    where there are no safetensors, a shard is missing, or a file is truncated."""
+    where there are no safetensors, or a single file beside an index that does not name it, a shard
+    is missing, or a file is truncated."""
 
     def __init__(self, directory: Path, stacks: Stacks | None = None):
         self.directory = directory
@@ -57,8 +59,15 @@ class HFReader:
             missing = [shard for shard in shards if not (directory / shard).exists()]
             if missing:
                 raise CheckpointError(f"missing shards: {missing}", where=str(directory))
-        elif (directory / "model.safetensors").exists():
-            self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+            if (directory / _SINGLE_FILE).exists() and _SINGLE_FILE not in shards:
+                raise CheckpointError(
+                    f"{_SINGLE_FILE} is beside {index.name}, which does not name it: transformers "
+                    "reads the one, engines the other",
+                    where=str(directory),
+                    remedy="remove the one that is not of this model",
+                )
+        elif (directory / _SINGLE_FILE).exists():
+            self.files = dict.fromkeys(self._open(_SINGLE_FILE).keys(), _SINGLE_FILE)
         else:
             raise CheckpointError(
                 "no model.safetensors and no index",
@@ -104,12 +113,14 @@ class HFReader:
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the tensor as `rows` gives it.
 
-        Raises CheckpointError for one that is no weight."""
+        Raises CheckpointError for one that is no weight, or whose scales are not those of its
+        blocks."""
         member = self._member(name)
         if member is not None:
             name = member.stack
         stored = self._slice(name).get_dtype()
-        if scale_name(name) in self.files and stored == "F8_E4M3":
+        if scale_name(name) in self.files:
+            self._refuse_other_scales(name, stored)
             return torch.bfloat16
         if stored not in _DTYPES:
             raise CheckpointError(
@@ -119,9 +130,38 @@ class HFReader:
             )
         return _DTYPES[stored]
 
+    def _refuse_other_scales(self, name: str, stored: str) -> None:
+        """Raise CheckpointError where the scales beside a tensor are not those of its blocks.
+        stored: its dtype in files."""
+        scales = scale_name(name)
+        if stored != "F8_E4M3":
+            raise CheckpointError(
+                f"tensor {name!r} is {stored}, and {scales!r} has scales of FP8 numbers",
+                where=str(self.directory),
+                remedy="remove the scales if the tensor was dequantised, else download it again",
+            )
+        shape = tuple(self._slice(name).get_shape())
+        found = tuple(self._slice(scales).get_shape())
+        wanted = scale_shape(shape)
+        is_matrix = len(shape) == 2
+        if not is_matrix or found != wanted:
+            raise CheckpointError(
+                f"{scales!r} is {found}, and {name!r}, {shape}, has {wanted} blocks of "
+                f"{BLOCK} x {BLOCK} numbers",
+                where=str(self.directory),
+                remedy="download it again, or take the release whose weights are not quantised",
+            )
+
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a whole tensor in its own shape, as `rows` does."""
-        return self.rows(name, 0, self.shape(name)[0])
+        """Read a whole tensor in its own shape, as `rows` does; also one of a single number that
+        has no rows."""
+        shape = self.shape(name)
+        if shape:
+            return self.rows(name, 0, shape[0])
+        self.dtype(name)  # refuses what is no weight
+        with explained(f"cannot read {name!r} from {self.files[name]}", self.directory):
+            number: torch.Tensor = self._open(self.files[name]).get_tensor(name)
+        return number
 
     def rows(self, name: str, start: int, end: int) -> torch.Tensor:
         """Read `tensor[start:end]`: a view of the mapped file, except of a dequantised tensor.
@@ -225,7 +265,8 @@ class HFSource:
 
     With `carry`, also what the checkpoint has and Megatron's model has not (`carried_names`).
     left_out: names of tensors that no parameter needs.
-    Raises CheckpointError for other tensors or shapes than the model's."""
+    Raises CheckpointError for other tensors or shapes than the model's, and for what is no
+    weight."""
 
     def __init__(
         self,
@@ -255,6 +296,9 @@ class HFSource:
         names = family_of(hf["model_type"]).file
         remedy = f"is config.json of this checkpoint? The names are those of {names}"
         refuse_unfit(directory, found, wanted, remedy=remedy)
+        for parameter in self.parameters:
+            for name, _ in parameter.hf:
+                reader.dtype(name)  # refuses what is no weight
 
     def _refuse_untied_head(self) -> None:
         """Compare the output layer that a checkpoint with tied embeddings has beside them.

@@ -1,6 +1,7 @@
 """A weighted mean of Hugging Face checkpoints of one model, tensor by tensor."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from grpo_megatron.checkpoints.stacked_experts import stacks_in
 from grpo_megatron.data.tokenizer import token_with_another_id
 from grpo_megatron.errors import CheckpointError, ConfigError
 from grpo_megatron.files import empty_directory
+from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.family import family_names, tables_of
 from grpo_megatron.plan.hf_config import model_fields, other_computation, other_field
-from grpo_megatron.plan.model_facts import read_config, written_config
+from grpo_megatron.plan.model_facts import IMAGE_FILES, read_config, written_config
 from grpo_megatron.plan.reward_labels import labels_of
 from grpo_megatron.weights.parameters import names_with_own_dtype
 from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
@@ -36,15 +38,16 @@ def merge_checkpoints(
     """Write `sum_i w_i * checkpoint_i / sum_i w_i`, computed in float64, as `dtype` (default, and
     of what chooses experts always: that of the first); config and tokenizer are the first's.
 
-    Raises CheckpointError where tensors differ in name or shape, the models compute something else
-    with them or have other tokens, a number is not finite, or none of the dtype; ConfigError where
-    a config.json is missing or damaged; MismatchError where something else is read back than was
-    written."""
+    Raises CheckpointError where tensors differ in name or shape, are no weights or not those of
+    their index, where the models compute something else with them or have other tokens, and where
+    a number is not finite, or none of the dtype; ConfigError where a config.json is missing or
+    damaged; MismatchError where something else is read back than was written."""
     configs = {path: written_config(path) for path in weights}
     readers = {HFReader(path): share for path, share in _shares(weights).items()}
     first = next(iter(readers))
     shapes = first.shapes()
     for reader in readers:
+        reader.check_index()
         if reader is not first:
             refuse_unfit(
                 reader.directory,
@@ -54,6 +57,9 @@ def merge_checkpoints(
                 "merge models of one shape",
             )
     _refuse_other_models(configs)
+    for reader in readers:
+        for name in shapes:
+            reader.dtype(name)  # refuses what is no weight
     entries = _entries(first, shapes, dtype)
     working = empty_directory(durable.working_directory(directory))
     units = [[entry] for entry in entries]
@@ -83,7 +89,9 @@ def _refuse_other_models(configs: Mapping[Path, dict[str, Any]]) -> None:
     first, *others = configs
     for path in others:
         problem = ""
-        if configs[path] != configs[first]:
+        say_more = _prepares_images(path) or _prepares_images(first)
+        is_compared_further = say_more and _is_of_family(configs[path])
+        if is_compared_further or configs[path] != configs[first]:
             problem = _difference(path, first)
         if problem:
             raise CheckpointError(
@@ -102,6 +110,11 @@ def _refuse_other_models(configs: Mapping[Path, dict[str, Any]]) -> None:
             )
 
 
+def _prepares_images(directory: Path) -> bool:
+    """Whether a checkpoint says, beside its config.json, how images become patches."""
+    return any((directory / name).exists() for name in IMAGE_FILES)
+
+
 def _difference(path: Path, first: Path) -> str:
     """Return in what the model in `path` computes something else than that in `first`, by their
     config.json; empty: in nothing."""
@@ -112,9 +125,33 @@ def _difference(path: Path, first: Path) -> str:
     our_labels = labels_of(ours)
     if their_labels != our_labels:
         return f"the scalars of its head are {their_labels}, of {owner} {our_labels}"
-    if _is_trained(theirs) and _is_trained(ours):
-        return other_computation(theirs, ours, owner)
-    return other_field(theirs, ours, owner)
+    if not _is_trained(theirs) or not _is_trained(ours):
+        return other_field(theirs, ours, owner)
+    problem = other_computation(theirs, ours, owner) or _other_images(theirs, ours, owner)
+    their_tie = bool(theirs.get(_TIED))
+    our_tie = bool(ours.get(_TIED))
+    has_output_layer = not our_labels
+    if not problem and has_output_layer and their_tie != our_tie:
+        problem = f"{_TIED} of its config.json is {their_tie}, of {owner} {our_tie}"
+    return problem
+
+
+_TIED = "tie_word_embeddings"
+_LIMITS = ("least_pixels", "most_pixels")
+"""Of images: how large they are shown, not what a model makes of their patches."""
+
+
+def _other_images(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner: str) -> str:
+    """Return the first in which images become other patches for `theirs` than for `ours`, two
+    models with equal towers; empty: in nothing, or neither of them sees."""
+    if "vision_config" not in ours:
+        return ""
+    our_settings = asdict(ImageSettings.of_model(ours))
+    for name, found in asdict(ImageSettings.of_model(theirs)).items():
+        wanted = our_settings[name]
+        if name not in _LIMITS and found != wanted:
+            return f"{name} of its images is {found}, of {owner} {wanted}"
+    return ""
 
 
 def _is_trained(hf: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ Layout = Annotated[
         metavar="KEY=VALUE",
         show_default=False,
         help=(
-            "Keys of \\[trainer]: the layout at which log-probs are compared; "
+            "Layout keys of \\[trainer]: where log-probs are compared; "
             "num_ranks processes share the work."
         ),
     ),
@@ -102,21 +102,14 @@ def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
     from pydantic import ValidationError
 
     from grpo_megatron.config.run import ModelConfig
-    from grpo_megatron.config.suggest import nearest
-    from grpo_megatron.config.trainer import TrainerConfig
+    from grpo_megatron.config.trainer import TrainerConfig, refuse_other_than_layout
     from grpo_megatron.plan.layout import refuse_layout
     from grpo_megatron.plan.model_facts import model_facts
 
     values: dict[str, Any] = {}
     for text in overrides or ():
         key, _, value = text.removeprefix("trainer.").partition("=")
-        if key not in TrainerConfig.model_fields:
-            near = nearest(key, TrainerConfig.model_fields) or ["tensor_parallel_size"]
-            raise ConfigError(
-                f"{text!r} is not a key=value of [trainer]",
-                where="command line",
-                remedy=f"for example {near[0]}=2",
-            )
+        refuse_other_than_layout(key, where="command line")
         values[key] = value
     try:
         layout = TrainerConfig.model_validate(values)

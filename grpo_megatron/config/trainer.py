@@ -6,9 +6,36 @@ from typing import Literal
 from pydantic import Field
 
 from grpo_megatron.config.base import Strict
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.errors import ConfigError
 
 FP8_ROWS = 16
 """Rows of an FP8 matrix product come in multiples of this (Transformer Engine)."""
+LAYOUT_KEYS = (
+    "num_ranks",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "first_stage_layers",
+    "last_stage_layers",
+    "virtual_pipeline_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+"""Keys of [trainer] that say how ranks share a model, and not how it is computed."""
+
+
+def refuse_other_than_layout(key: str, *, where: str) -> None:
+    """Raise ConfigError for a key that is not in `LAYOUT_KEYS`."""
+    if key in LAYOUT_KEYS:
+        return
+    near = nearest(key, LAYOUT_KEYS) or ["tensor_parallel_size"]
+    raise ConfigError(
+        f"{key!r} is no key of a layout of ranks",
+        where=where,
+        remedy=f"for example {near[0]}=2; keys are {', '.join(LAYOUT_KEYS)}",
+    )
 
 
 class TrainerConfig(Strict):

@@ -14,7 +14,7 @@ from grpo_megatron.plan.hf_values import (
     refuse_wrong_types,
     refuse_wrong_values,
 )
-from grpo_megatron.plan.tower import refuse_deep_blocks
+from grpo_megatron.plan.tower import refuse_deep_blocks, tower_settings
 
 
 def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str, Any]:
@@ -70,18 +70,22 @@ def _refuse_one_expert(fields: Mapping[str, Any], family: Family) -> None:
 
 
 def computation(hf: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what weights of one and the same shape are computed with, in comparable form."""
+    """Return what weights of one and the same shape are computed with, in comparable form: rotary
+    embedding, Megatron's settings, and those of a vision tower."""
     fields = model_fields(hf)
-    return fields["rope"], megatron_settings(family_of(hf["model_type"]), fields)
+    settings = megatron_settings(family_of(hf["model_type"]), fields)
+    return fields["rope"], settings, tower_settings(fields)
 
 
 def other_computation(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner: str) -> str:
     """Return the first in which `theirs` computes something else than `ours`, the config.json of
     `owner`, with weights of the same shapes; empty: nothing. ConfigError as of `model_fields`."""
-    their_rope, their_settings = computation(theirs)
-    our_rope, our_settings = computation(ours)
+    their_rope, their_settings, their_tower = computation(theirs)
+    our_rope, our_settings, our_tower = computation(ours)
     if their_rope != our_rope:
         return f"its rotary embedding is {their_rope}, of {owner} {our_rope}"
+    our_settings |= our_tower
+    their_settings |= their_tower
     for name in our_settings | their_settings:
         found = their_settings.get(name)
         wanted = our_settings.get(name)
@@ -161,15 +165,78 @@ def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def flattened(hf: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str, Any]:
     """Return the fields with those of `text_config` among them. Models that see have such a table
-    where transformers 5 saved them; their authors wrote its fields beside `vision_config`."""
+    where transformers 5 saved them; their authors wrote its fields beside `vision_config`.
+
+    Raises ConfigError where a field of a known family is there twice, may change what the model
+    computes, and differs: transformers reads the table, other programs what is beside it."""
     fields = dict(hf)
-    text = fields.pop("text_config", None) or {}
+    text = dict(fields.pop("text_config", None) or {})
+    text.pop("model_type", None)
+    if not text:
+        return fields
+    model_type = hf.get("model_type")
+    is_known = model_type in family_names()
+    without_influence = set(text)
+    if is_known:
+        without_influence = {_TIED, *_ignored(model_type)}
+        _tie_as_transformers(fields, text, has_table_alone="text_table" in tables_of(model_type))
     for name, value in text.items():
-        if name != "model_type":
+        if name in without_influence:
             fields.setdefault(name, value)
+            continue
+        found = fields.get(name)
+        if found is not None and not _is_same(name, found, value):
+            raise ConfigError(
+                f"{name} = {found!r} stands beside text_config, where it is {value!r}",
+                where=where,
+                remedy=f"remove {name} from beside text_config, which transformers reads",
+            )
+        fields[name] = value
     return fields
+
+
+_TIED = "tie_word_embeddings"
+
+
+def _ignored(model_type: str) -> set[str]:
+    """Return all names of the fields that do not change what a known family computes."""
+    tables = tables_of(model_type)
+    ignored = set(tables["fields"]["ignored"])
+    for name, others in tables["aliases"].items():
+        if name in ignored:
+            ignored.update(others)
+    return ignored
+
+
+def _tie_as_transformers(
+    fields: dict[str, Any], text: Mapping[str, Any], *, has_table_alone: bool
+) -> None:
+    """Leave in the fields of a model whether transformers ties its embeddings. It looks beside
+    `text_config`; where a family was once written flat, also into it."""
+    fields.setdefault(_TIED, False)
+    if not has_table_alone and not fields[_TIED]:
+        fields[_TIED] = text.get(_TIED, False)
+
+
+def _is_same(name: str, one: Any, other: Any) -> bool:
+    """Say whether two values of a field are one; of tables of rotary embeddings, in any spelling:
+    transformers 4 calls the type of Qwen2.5-VL both mrope and default, and theta may be without."""
+    are_tables = isinstance(one, Mapping) and isinstance(other, Mapping)
+    if name not in ("rope_parameters", "rope_scaling") or not are_tables:
+        return bool(one == other)
+    tables = []
+    for given in (one, other):
+        table = _rope_table({name: given}, name)
+        if table.get("rope_type") == "mrope":
+            table["rope_type"] = "default"
+        tables.append(table)
+    first, second = tables
+    if None in (first.get("rope_theta"), second.get("rope_theta")):
+        first.pop("rope_theta", None)
+        second.pop("rope_theta", None)
+    return first == second
 
 
 _BESIDE_TEXT = (

@@ -20,6 +20,10 @@ from grpo_megatron.plan.hf_config import (
 )
 from grpo_megatron.plan.tower import num_deep_levels
 
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+"""In which a checkpoint says how images become patches: the one for them, and the one for all
+modalities, which transformers 5 may save and which is read first."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -96,12 +100,14 @@ def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's `config.json`, of a model that sees with its preprocessor_config.json
-    as the field `image_processor`. Raises ConfigError where one is missing or damaged."""
+    as the field `image_processor`. Raises ConfigError where one is missing or damaged, or says two
+    things of one field."""
     written = written_config(directory)
-    config: dict[str, Any] = flattened(written)
+    where = str(directory / "config.json")
+    config: dict[str, Any] = flattened(written, where=where)
     if "vision_config" in config:
         config["image_processor"] = _image_processor(directory)
-    refuse_flat_text(written, where=str(directory / "config.json"))
+    refuse_flat_text(written, where=where)
     return config
 
 
@@ -159,14 +165,15 @@ def _image_processor(directory: Path) -> dict[str, Any]:
     """Return what a checkpoint says of how images become patches, in the file for them or, as
     transformers 5 may save it, in one for all modalities. Raises ConfigError where it says
     nothing."""
-    of_all = directory / "processor_config.json"
+    of_images, of_all_kinds = IMAGE_FILES
+    of_all = directory / of_all_kinds
     if of_all.exists():
         found = _read_table(of_all).get("image_processor")
         if isinstance(found, dict):
             return found
         if found is not None:
             raise _no_table("image_processor", found, of_all)
-    return _read_table(directory / "preprocessor_config.json")
+    return _read_table(directory / of_images)
 
 
 def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:

@@ -45,6 +45,21 @@ def tower_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     return _DEFAULTS[tower] | {k: v for k, v in given.items() if v is not None}
 
 
+def tower_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that decides what the tower of a model that sees computes, by names as
+    `vision_config.depth`, in comparable form; {} of a model that has none."""
+    if "vision_config" not in hf:
+        return {}
+    fields = tower_fields(hf)
+    settings = {}
+    for name in _DEFAULTS[family_of(hf["model_type"]).tower]:
+        value = fields[name]
+        if isinstance(value, tuple):
+            value = list(value)
+        settings[f"vision_config.{name}"] = value
+    return settings
+
+
 def num_deep_levels(hf: Mapping[str, Any]) -> int:
     """Count the decoder layers, from the first on, after which features of images are added: those
     that early blocks of the tower make (DeepStack). 0 for other models."""

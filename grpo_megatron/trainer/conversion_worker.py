@@ -32,7 +32,7 @@ from grpo_megatron.checkpoints import (
     torch_dist,
 )
 from grpo_megatron.checkpoints.casts import cast
-from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.config.trainer import TrainerConfig, refuse_other_than_layout
 from grpo_megatron.errors import (
     GrpoMegatronError,
     MismatchError,
@@ -70,7 +70,7 @@ class ConversionJob(msgspec.Struct, frozen=True):
     to: str = ""  # "hf" or "megatron"
     dtype: str | None = None  # "bfloat16", as in torch.bfloat16; None: as it is
     shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES
-    layout: dict[str, Any] = {}  # keys of [trainer]
+    layout: dict[str, Any] = {}  # keys of [trainer], of LAYOUT_KEYS
     probe: bool = True  # compare log-probs in the end
     carry: bool = True  # also tensors that Megatron has no parameter for
 
@@ -109,8 +109,10 @@ def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
     """Do everything that one rank does. `store`: rendezvous, default that of the environment.
 
     Raises CheckpointError where `job.source` is none or of another model, ConfigError where its
-    config.json is not supported, MismatchError where the result is not the source, SetupError where
-    the disk is full."""
+    config.json is not supported or `job.layout` has other keys, MismatchError where the result is
+    not the source, SetupError where the disk is full."""
+    for key in job.layout:
+        refuse_other_than_layout(key, where="layout")
     directory = Path(job.source)
     hf = read_config(directory)
     table = parameter_table(hf)
@@ -248,11 +250,10 @@ def _tensors_of(
 def _dtype_of(parameter: Parameter, source: Source, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which a parameter is written: the wanted one, but that of the source
     for what chooses experts, and for what Megatron has no parameter for."""
-    own = source.dtype(parameter)
     keeps_own = parameter.name.startswith(CARRIED) or parameter.name.endswith(SELECTION_BIAS)
     if wanted is None or keeps_own:
-        return own
-    return wanted
+        return source.dtype(parameter)
+    return wanted  # also where the tensors of the parameter have several
 
 
 def _compare(

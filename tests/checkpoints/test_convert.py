@@ -481,6 +481,8 @@ def test_the_command_ends_with_the_exit_code_of_the_error(broken, tmp_path, capf
             "4 attention heads and 2 key-value heads must both be divisible by TP = 4",
         ),
         (["tp=2"], "tensor_parallel_size=2"),
+        (["precision=bfloat16"], "'precision' is no key of a layout of ranks"),
+        (["trainer.fp8=blockwise"], "'fp8' is no key of a layout of ranks"),
         (["tensor_parallel_size=x"], "valid integer"),
         (["--dtype", "int8"], "--dtype int8 is not a dtype of weights"),
     ],

@@ -74,6 +74,56 @@ def test_what_is_no_weight_is_refused(tmp_path):
         reader.tensor("other")
 
 
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (
+            torch.ones(4, 2),
+            r"'w_scale_inv' is \(4, 2\), and 'w', \(300, 200\), has \(3, 2\) blocks",
+        ),
+        (torch.ones(2, 2), r"'w_scale_inv' is \(2, 2\)"),
+        (torch.ones(3), r"'w_scale_inv' is \(3,\)"),
+        (torch.tensor(1.0), r"'w_scale_inv' is \(\)"),
+    ],
+)
+def test_scales_of_other_blocks_are_refused(tmp_path, scales, message):
+    weight = torch.zeros(300, 200).to(torch.float8_e4m3fn)
+    reader = HFReader(sharded(tmp_path, {"w": weight, "w_scale_inv": scales}))
+    for read in (reader.dtype, reader.tensor):
+        with pytest.raises(CheckpointError, match=message):
+            read("w")
+
+
+def test_scales_beside_a_weight_that_is_not_quantised_are_refused(tmp_path):
+    """They were left there when it was dequantised, or the weight is of another checkpoint."""
+    reader = HFReader(
+        sharded(tmp_path, {"w": torch.ones(3, 2).bfloat16(), "w_scale_inv": torch.ones(1, 1)})
+    )
+    for read in (reader.dtype, reader.tensor):
+        with pytest.raises(CheckpointError, match="'w' is BF16, and 'w_scale_inv' has scales"):
+            read("w")
+
+
+def test_a_tensor_without_dimensions_is_read(tmp_path):
+    reader = HFReader(sharded(tmp_path, {"scale": torch.tensor(2.5), "count": torch.tensor(3)}))
+    assert reader.shapes() == {"count": (), "scale": ()}
+    assert torch.equal(reader.tensor("scale"), torch.tensor(2.5))
+    with pytest.raises(CheckpointError, match="tensor 'count' is I64"):
+        reader.tensor("count")
+
+
+def test_a_single_file_beside_an_index_that_does_not_name_it_is_refused(tmp_path):
+    """transformers reads the file, and engines what the index names."""
+    sharded(tmp_path, {"w": torch.ones(2)})
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors is beside .*index.json") as error:
+        HFReader(tmp_path)
+    assert error.value.where == str(tmp_path)
+    index = {"weight_map": {"w": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(HFReader(tmp_path).tensor("w"), torch.zeros(2))
+
+
 def test_an_index_that_names_other_tensors_than_its_files_is_refused(tmp_path):
     sharded(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)})
     save_file({"c": torch.ones(1)}, tmp_path / "part-1.safetensors")
@@ -246,11 +296,27 @@ def test_layers_after_the_last_are_carried_along_or_left_out(tmp_path, carry):
 
 
 def test_tensors_of_one_parameter_have_one_dtype(tmp_path):
+    """Their own, or the one that is wanted of them."""
+    from grpo_megatron.trainer import conversion_worker
+
     gate = "model.layers.0.mlp.gate_proj.weight"
     directory = checkpoint(tmp_path / "hf", **{gate: torch.zeros(10, 6).bfloat16()})
     parameters = [MAP.parameter(name, shape) for name, (shape, _) in FULL.items()]
     source = HFSource(parameters, directory)
     of = {parameter.name: parameter for parameter in parameters}
     assert source.dtype(of["output_layer.weight"]) == torch.float32
+    mixed = of[LAYER + "mlp.linear_fc1.weight"]
     with pytest.raises(CheckpointError, match=r"are one parameter in Megatron, but have dtypes"):
-        source.dtype(of[LAYER + "mlp.linear_fc1.weight"])
+        source.dtype(mixed)
+    with pytest.raises(CheckpointError, match=r"are one parameter in Megatron, but have dtypes"):
+        conversion_worker._dtype_of(mixed, source, None)
+    assert conversion_worker._dtype_of(mixed, source, torch.float16) == torch.float16
+
+
+def test_what_is_no_weight_is_refused_before_anything_is_read(tmp_path):
+    """Whatever dtype is wanted of it."""
+    up = "model.layers.0.mlp.up_proj.weight"
+    directory = checkpoint(tmp_path / "hf", **{up: torch.zeros(10, 6, dtype=torch.int64)})
+    parameters = [MAP.parameter(name, shape) for name, (shape, _) in FULL.items()]
+    with pytest.raises(CheckpointError, match=f"tensor '{up}' is I64"):
+        HFSource(parameters, directory)

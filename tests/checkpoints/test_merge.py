@@ -15,6 +15,8 @@ from tokenizers.models import WordLevel
 from grpo_megatron.checkpoints.merge import merge_checkpoints
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.errors import CheckpointError, ConfigError
+from grpo_megatron.plan.hf_config import flattened
+from tests.trainer.vision import PROCESSOR, VISION
 
 QWEN = dict(load_preset("tiny-qwen3-moe").hf)
 DEEPSEEK = dict(load_preset("moonlight-16b-a3b").hf)
@@ -114,6 +116,75 @@ def test_models_that_compute_something_else_are_refused(tmp_path, change, words)
     error = refused(tmp_path, one, two)
     assert words in error.message and f"of the model in {one}" in error.message
     assert error.where == str(two / "config.json") and error.remedy
+
+
+SEEING = flattened(VISION)
+
+
+def seeing(path, tower=(), processor=(), **fields):
+    """The checkpoint of a model that sees."""
+    hf = SEEING | fields | {"vision_config": SEEING["vision_config"] | dict(tower)}
+    found = checkpoint(path, hf, w=torch.ones(4))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | dict(processor)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tower": {"fullatt_block_indexes": [0]}}, "vision_config.fullatt_block_indexes of its"),
+        ({"tower": {"window_size": 56}}, "vision_config.window_size of its config.json is 56"),
+        ({"tower": {"num_heads": 8}}, "vision_config.num_heads of its config.json is 8"),
+        ({"processor": {"image_mean": [0.5, 0.5, 0.5]}}, "mean of its images is (0.5, 0.5, 0.5)"),
+        ({"processor": {"rescale_factor": 1.0}}, "rescale_factor of its images is 1.0"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings of its config.json is True"),
+    ],
+)
+def test_models_that_see_something_else_are_refused(tmp_path, change, words):
+    error = refused(tmp_path, seeing(tmp_path / "one"), seeing(tmp_path / "two", **change))
+    assert words in error.message and f"of the model in {tmp_path / 'one'}" in error.message
+
+
+def test_limits_of_images_and_defaults_of_a_tower_may_differ(tmp_path):
+    one = seeing(tmp_path / "one", {"window_size": 112})
+    two = seeing(tmp_path / "two", {"window_size": None}, {"max_pixels": 28 * 28 * 16})
+    assert torch.equal(merged(tmp_path, one, two)["w"], torch.ones(4))
+
+
+def test_reward_models_have_no_embeddings_to_tie(tmp_path):
+    parts = []
+    for tied in (True, False):
+        hf = QWEN | {
+            "architectures": ["Qwen3MoeForSequenceClassification"],
+            "tie_word_embeddings": tied,
+        }
+        parts.append(checkpoint(tmp_path / str(tied), hf, w=torch.ones(4)))
+    assert torch.equal(merged(tmp_path, *parts)["w"], torch.ones(4))
+
+
+def test_numbers_without_dimensions_are_merged(tmp_path):
+    one = checkpoint(tmp_path / "one", logit_scale=torch.tensor(1.0))
+    two = checkpoint(tmp_path / "two", logit_scale=torch.tensor(2.0))
+    assert torch.equal(merged(tmp_path, one, two)["logit_scale"], torch.tensor(1.5))
+
+
+def test_an_index_without_a_tensor_of_its_files_is_refused(tmp_path):
+    """The merged model would be without it."""
+    parts = []
+    for name in ("one", "two"):
+        part = checkpoint(tmp_path / name, a=torch.ones(4), b=torch.ones(4))
+        index = {"weight_map": {"a": "model.safetensors"}}
+        (part / "model.safetensors.index.json").write_text(json.dumps(index))
+        parts.append(part)
+    assert "the index disagree about ['b']" in refused(tmp_path, *parts).message
+
+
+def test_what_is_no_weight_is_refused_in_every_part(tmp_path):
+    one = checkpoint(tmp_path / "one", a=torch.ones(4))
+    two = checkpoint(tmp_path / "two", a=torch.arange(4))
+    error = refused(tmp_path, one, two)
+    assert "tensor 'a' is I64" in error.message and error.where == str(two)
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_fields_without_influence_may_differ(tmp_path):

@@ -151,6 +151,60 @@ def test_a_text_has_a_table_of_its_own_where_transformers_reads_it_there():
     assert as_transformers_reads(VISION) == VISION
 
 
+def _beside(hf: dict, **fields) -> dict:
+    """A config.json with its text in a table, and these fields beside it, too."""
+    flat = flattened(hf)
+    names = ("model_type", "vision_config")
+    text = {name: value for name, value in flat.items() if name not in names}
+    text.pop("tie_word_embeddings")
+    return {name: flat[name] for name in names} | {"text_config": text} | fields
+
+
+@pytest.mark.parametrize("hf", [VISION, DEEP_VISION], ids=["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rms_norm_eps", 1e-3), ("rope_theta", 777.0), ("num_hidden_layers", 1), ("rope_scaling", {})],
+)
+def test_a_field_beside_a_text_that_says_something_else_is_refused(hf, field, value):
+    """transformers reads the text's."""
+    both = _beside(hf, **{field: value})
+    with pytest.raises(ConfigError, match=f"{field} = .* stands beside text_config") as caught:
+        flattened(both, where="here/config.json")
+    assert caught.value.where == "here/config.json"
+    same = both | {field: both["text_config"][field]}
+    assert flattened(same)[field] == both["text_config"][field]
+    assert flattened(both | {field: None})[field] == both["text_config"][field]
+
+
+def test_fields_beside_a_text_may_differ_where_they_change_nothing():
+    """And the table of rotary embeddings is one that transformers 4 wrote before and after it
+    renamed its type."""
+    renamed = {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]}
+    both = _beside(VISION, torch_dtype="float16", use_cache=False, rope_scaling=renamed)
+    both["text_config"] |= {"torch_dtype": "bfloat16", "use_cache": True}
+    assert flattened(both)["torch_dtype"] == "float16"
+
+
+@pytest.mark.parametrize("hf", [VISION, DEEP_VISION, SPARSE_VISION])
+@pytest.mark.parametrize("outside", [None, True, False])
+@pytest.mark.parametrize("inside", [None, True, False])
+def test_embeddings_are_tied_where_transformers_ties_them(hf, outside, inside):
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    both = _beside(hf)
+    if outside is not None:
+        both["tie_word_embeddings"] = outside
+    if inside is not None:
+        both["text_config"]["tie_word_embeddings"] = inside
+    fields = {name: value for name, value in both.items() if name != "model_type"}
+    config = AutoConfig.for_model(hf["model_type"], **json.loads(json.dumps(fields)))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    is_tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert flattened(both)["tie_word_embeddings"] is is_tied
+
+
 def test_unknown_families_and_those_that_megatron_lacks():
     assert "known families: qwen3" in _refusal({"model_type": "qwen33"})
     for name in LACKING:
