@@ -130,6 +130,10 @@ class MegatronSource:
         """Yield the Hugging Face names and tensors of a parameter, without padding.
 
         Raises CheckpointError where a part of it is missing or unreadable."""
+        if parameter.name.startswith(CARRIED):  # has one tensor, which may have no rows
+            [(name, _)] = parameter.hf
+            yield name, self._whole(parameter.name)
+            return
         rows = []
         for region in self.table.regions_of(parameter):
             rows.append(self._read(region).reshape(-1, *parameter.shape[1:]))

@@ -176,10 +176,9 @@ def flattened(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str,
     text.pop("model_type", None)
     if not text:
         return fields
-    model_type = hf.get("model_type")
-    is_known = model_type in family_names()
+    model_type = str(hf.get("model_type"))
     without_influence = set(text)
-    if is_known:
+    if model_type in family_names():
         without_influence = {_TIED, *_ignored(model_type)}
         _tie_as_transformers(fields, text, has_table_alone="text_table" in tables_of(model_type))
     for name, value in text.items():

@@ -21,7 +21,7 @@ from grpo_megatron.checkpoints.hf_import import (
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.fp8_blocks import dequantise
 from grpo_megatron.weights.gather import Shard, ShardedModel
-from grpo_megatron.weights.parameters import TensorMap, rules_for
+from grpo_megatron.weights.parameters import TensorMap, carried_parameter, rules_for
 
 # --- reading
 
@@ -293,6 +293,29 @@ def test_layers_after_the_last_are_carried_along_or_left_out(tmp_path, carry):
     with pytest.raises(CheckpointError, match="without a place in the model"):
         (directory / "config.json").write_text(json.dumps(CONFIG))
         HFSource(parameters, directory, carry=carry)
+
+
+def test_a_carried_tensor_may_have_no_dimensions(tmp_path):
+    """Through a distributed checkpoint."""
+    from grpo_megatron.checkpoints.torch_dist import MegatronSource, MegatronTarget, ParameterTable
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    carried = [carried_parameter(name, shape) for name, shape in (("scale", ()), ("w", (3, 2)))]
+    tensors = {"scale": torch.tensor(1.5), "w": torch.randn(3, 2)}
+    units = [parameter.entries(torch.float32) for parameter in carried]
+    table = ParameterTable((), {}, ())
+    (tmp_path / "out").mkdir()
+    target = MegatronTarget(table, carried, tmp_path / "out", units, 10_000)
+    for file in target.files:
+        target.write(file, iter(tensors.items()))
+    target.wait()
+    target.finish(tmp_path)
+    assert not target.read_back(target.files[0])
+    source = MegatronSource(table, tmp_path / "out")
+    for parameter in source.parameters:
+        for name, tensor in source.tensors(parameter):
+            assert torch.equal(tensor, tensors.pop(name))
+    assert not tensors
 
 
 def test_tensors_of_one_parameter_have_one_dtype(tmp_path):
