@@ -325,7 +325,11 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     refuse_wrong_values(given)
     old_kind = given.pop("type", None)
-    kind = given.pop("rope_type", None) or old_kind or "default"
+    kind = given.pop("rope_type", None)
+    if kind is None:
+        kind = old_kind
+    if kind is None:
+        kind = "default"
     theta = given.pop("rope_theta", None) or fields.get("rope_theta")
     percent = given.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor")
     found = {"type": kind, "theta": theta, "percent": percent or 1.0}

@@ -354,6 +354,9 @@ def test_what_weights_are_computed_with():
     assert computation(hf) == computation(new)
     for field, value in (("rope_theta", 1e4), ("rms_norm_eps", 0.5)):
         assert computation(hf | {field: value}) != computation(hf)
+    seeing = SHAPES["qwen2_5_vl"]
+    other_tower = {"vision_config": seeing["vision_config"] | {"num_heads": 8}}
+    assert computation(seeing | other_tower) != computation(seeing)
 
 
 def test_what_the_engine_must_read_otherwise():

@@ -56,6 +56,7 @@ PARTLY_ROTATED = "glm-4.5-air"
         (MOE, {"norm_topk_prob": 1}, "norm_topk_prob = 1 is neither true nor false"),
         (DENSE, {"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0 is no number above 0"),
         (DENSE, {"rope_parameters": {"rope_type": [1]}}, r"rope type \[1\] is not supported"),
+        (DENSE, {"rope_parameters": {"rope_type": []}}, r"rope type \[\] is not supported"),
         (DENSE, {"rope_theta": -1}, "rope_theta = -1 is no number above 0"),
         (DENSE, {"rope_theta": "8"}, "rope_theta = '8' is no number above 0"),
         (DENSE, {"rope_theta": [1]}, r"rope_theta = \[1\] is no number above 0"),
