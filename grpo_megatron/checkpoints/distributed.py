@@ -2,7 +2,7 @@
 
 step_000100/weights/       distributed checkpoint: model, optimizer
 step_000100/critic/        the same of a run's critic, which nothing else reads
-step_000100/complete.json  without it the checkpoint does not exist
+step_000100/complete.json  without it the checkpoint is damaged
 step_000100/digests.json   of every file, as it was read back from disk
 reference_step_000100/     reference weights, written when new; checkpoints name theirs
   remainder/               what a moving average of them is beyond their dtype
@@ -31,13 +31,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from grpo_megatron.batching.columns import file_checksum
 from grpo_megatron.checkpoints.durable import copy_side_files, explained, write_json
 from grpo_megatron.checkpoints.plain_pickles import plain_data_only
-from grpo_megatron.checkpoints.retention import DIGESTS
+from grpo_megatron.checkpoints.retention import COMPLETE, DIGESTS
 from grpo_megatron.errors import SetupError
 from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
 from grpo_megatron.weights.parameters import is_beside_weights
 
-COMPLETE = "complete.json"
 WEIGHTS = "weights"
 CRITIC = "critic"
 
@@ -223,7 +222,9 @@ def corrupt_files(directory: Path) -> list[str]:
     """Name the files that are not as they were written; none of a whole checkpoint. Collective."""
     try:
         written = json.loads((directory / DIGESTS).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        return [DIGESTS]
+    if not isinstance(written, dict) or not written:  # something else than digests
         return [DIGESTS]
     found = _digests(directory, sorted(written))
     return [name for name in sorted(written) if found[name] != written[name]]
@@ -335,6 +336,8 @@ def read_state(directory: Path) -> dict[str, Any]:
     Raises CheckpointError for an incomplete checkpoint."""
     with explained("not a complete checkpoint", directory):
         state: dict[str, Any] = json.loads((directory / COMPLETE).read_text())
+        if not isinstance(state, dict):
+            raise ValueError(f"{COMPLETE} is no table")
     return state
 
 

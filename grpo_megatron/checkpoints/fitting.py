@@ -40,7 +40,7 @@ def newest_record(checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
         directory = checkpoints / f"step_{step:06d}"
         try:
             record = json.loads((directory / "complete.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue  # a resume passes over a damaged one
         if isinstance(record, dict):
             return directory, record

@@ -4,31 +4,63 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
+
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.files import replace_directory
 
 DIGESTS = "digests.json"
 """In a checkpoint: size and digest of every other file."""
+COMPLETE = "complete.json"
+"""In a checkpoint: what was saved beside the weights. Without it the checkpoint is not complete."""
 
 _STEP = re.compile(r"step_(\d{6,})")
 
 
-def complete_steps(directory: Path) -> list[int]:
-    """Return the steps with a complete checkpoint below `directory`, ascending."""
+def present_steps(directory: Path) -> list[int]:
+    """Return the steps with a checkpoint below `directory`, also a damaged one, ascending: it gets
+    its name when it is whole."""
     steps = []
-    for path in directory.glob("step_*/complete.json"):
-        match = _STEP.fullmatch(path.parent.name)
-        if match is not None:
+    for path in directory.glob("step_*"):
+        match = _STEP.fullmatch(path.name)
+        if match is not None and path.is_dir():
             steps.append(int(match[1]))
     return sorted(steps)
 
 
+def complete_steps(directory: Path) -> list[int]:
+    """Return the steps with a complete checkpoint below `directory`, ascending."""
+    steps = present_steps(directory)
+    return [step for step in steps if (_of_step(directory, step) / COMPLETE).is_file()]
+
+
+def all_damaged(directory: Path) -> CheckpointError:
+    """Return what to raise where there are checkpoints below `directory`, and none is whole."""
+    newest = _of_step(directory, present_steps(directory)[-1])
+    return CheckpointError(
+        "every checkpoint of this run is damaged",
+        where=str(newest),
+        remedy="restore one from a backup, or begin again with --overwrite",
+    )
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint to `damaged_step_…`, which nothing counts and nothing removes;
+    returns where it is."""
+    aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
+    replace_directory(checkpoint, aside)
+    return aside
+
+
 def sizes_match(directory: Path) -> bool:
     """Tell whether every file of a checkpoint is there with its size; reads none of them."""
+    if not (directory / COMPLETE).is_file():
+        return False
     try:
-        files = json.loads((directory / DIGESTS).read_text())
-        for name, (num_bytes, _) in files.items():
+        for name, (num_bytes, _) in _read_table(directory / DIGESTS).items():
             if (directory / name).stat().st_size != num_bytes:
                 return False
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return False
     return True
 
@@ -36,7 +68,7 @@ def sizes_match(directory: Path) -> bool:
 def prune(directory: Path, keep: int) -> list[int]:
     """Remove checkpoints older than the newest `keep` whole ones, and references that no remaining
     checkpoint names. Returns the steps that were removed, ascending."""
-    steps = complete_steps(directory)
+    steps = present_steps(directory)
     whole = [step for step in steps if sizes_match(_of_step(directory, step))]
     oldest_kept = 0
     if len(whole) >= keep:
@@ -49,8 +81,7 @@ def prune(directory: Path, keep: int) -> list[int]:
             shutil.rmtree(checkpoint, ignore_errors=True)
             removed.append(step)
         else:
-            state = json.loads((checkpoint / "complete.json").read_text())
-            references.add(state.get("reference"))
+            references.add(_reference_of(checkpoint))
     for path in directory.glob("reference_*"):
         if path.name not in references:
             shutil.rmtree(path, ignore_errors=True)
@@ -59,3 +90,27 @@ def prune(directory: Path, keep: int) -> list[int]:
 
 def _of_step(directory: Path, step: int) -> Path:
     return directory / f"step_{step:06d}"
+
+
+def _reference_of(checkpoint: Path) -> str | None:
+    """Return the name of the reference beside a checkpoint that it goes on with; None without one,
+    and of a checkpoint that is damaged: nothing can go on with it."""
+    try:
+        name = _read_table(checkpoint / COMPLETE).get("reference")
+    except (OSError, ValueError):
+        return None
+    if isinstance(name, str):
+        return name
+    return None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ValueError where the file holds something else."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deep") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} is no table")
+    return values

@@ -194,12 +194,16 @@ def starting_steps(config: RunConfig, run_dir: RunDir) -> list[int]:
     return steps
 
 
-def prune_store(store: Path, starts: Sequence[int], keep: int) -> None:
+def prune_store(store: Path, starts: Sequence[int], keep: int, *, present: int) -> None:
     """Remove recorded steps that neither a resume nor a replay needs: kept are those since the
-    newest of `starts` (ascending), and the first `keep` after each of the others."""
+    newest of `starts` (ascending), and the first `keep` after each of the others.
+
+    present: the step that is trained next; it and what was recorded ahead of it stay."""
     if not starts:
         return
     for recorded, path in steps_in(store):
+        if recorded >= present:
+            continue
         before = [start for start in starts if start <= recorded]
         since_the_newest = bool(before) and before[-1] == starts[-1]
         soon_after_one = bool(before) and recorded < before[-1] + keep

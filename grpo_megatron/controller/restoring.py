@@ -2,24 +2,26 @@
 
 from pathlib import Path
 
-from grpo_megatron.checkpoints.retention import complete_steps
+from grpo_megatron.checkpoints.retention import all_damaged, present_steps, set_aside
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.trainer_link import TrainerLink
-from grpo_megatron.errors import CheckpointError
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.trainer.requests import FindCorruptFiles
 
 
 async def newest_whole(trainer: TrainerLink, checkpoints: Path, events: Path) -> Path | None:
     """Return the newest `step_…` below `checkpoints` whose files are as they were written; None
-    where there is no checkpoint. Damaged ones are named, noted in `events` and passed over.
+    where there is no checkpoint. Damaged ones that are newer are named, noted in `events` and set
+    aside as `damaged_step_…`: counted as newest they would have whole ones removed.
 
-    Raises CheckpointError where all are damaged."""
-    steps = complete_steps(checkpoints)
+    Raises CheckpointError where all are damaged, and leaves them as they are."""
+    steps = present_steps(checkpoints)
+    damaged: list[Path] = []
     for step in reversed(steps):
         directory = checkpoints / f"step_{step:06d}"
         corrupt_files = await trainer.call(FindCorruptFiles(directory))
         if not corrupt_files:
+            _set_aside(damaged)
             return directory
         show(
             "message",
@@ -27,10 +29,13 @@ async def newest_whole(trainer: TrainerLink, checkpoints: Path, events: Path) ->
             "taking the one before it",
         )
         append_event(events, "checkpoint_damaged", step=step, files=corrupt_files)
-    if steps:
-        raise CheckpointError(
-            "every checkpoint of this run is damaged",
-            where=str(checkpoints / f"step_{steps[-1]:06d}"),
-            remedy="restore one from a backup, or begin again with --overwrite",
-        )
+        damaged.append(directory)
+    if damaged:
+        raise all_damaged(checkpoints)
     return None
+
+
+def _set_aside(damaged: list[Path]) -> None:
+    for directory in damaged:
+        aside = set_aside(directory)
+        show("message", text=f"{directory.name} is kept as {aside}, which nothing reads")

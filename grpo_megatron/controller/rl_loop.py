@@ -366,7 +366,12 @@ class RLLoop:
         self._unfinished = None
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
         starts = starting_steps(self.config, self.run_dir)
-        prune_store(self.run_dir.store, starts, self.config.checkpoint.keep_steps)
+        prune_store(
+            self.run_dir.store,
+            starts,
+            self.config.checkpoint.keep_steps,
+            present=self.state.step,
+        )
 
 
 def refused_rows(splits: Splits) -> dict[str, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.checkpoints.fitting import newest_record, refuse_unfitting
+from grpo_megatron.checkpoints.retention import all_damaged, present_steps
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, GrpoMegatronError
@@ -22,7 +23,7 @@ _TAKEN = (SETTINGS_TAKEN, "cold_start_resumed")
 def resolve_resumed(run_dir: RunDir, overrides: Sequence[str]) -> ResolvedConfig:
     """Return the configuration with which a run goes on. Raises as `resolve_run`; ConfigError also
     where its name or runs_dir would be those of another directory, CheckpointError where its newest
-    checkpoint does not fit."""
+    checkpoint does not fit, or all of them are damaged."""
     resolved = resolve_run(run_dir.config, overrides)
     _refuse_another_place(run_dir, resolved)
     newest = _newest_checkpoint(run_dir, resolved.config)
@@ -71,11 +72,17 @@ def settings_unless_refused(run_dir: RunDir, overrides: Sequence[str]) -> Iterat
 
 def _newest_checkpoint(run_dir: RunDir, config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
     """Return the checkpoint with which the run goes on, unless it is damaged; see
-    `newest_record`."""
-    newest = newest_record(run_dir.checkpoints)
-    if newest is None and config.cold_start is not None:
-        newest = newest_record(run_dir.cold_start_checkpoints)
-    return newest
+    `newest_record`. Raises CheckpointError where no checkpoint says what it is."""
+    folders = [run_dir.checkpoints]
+    if config.cold_start is not None:
+        folders.append(run_dir.cold_start_checkpoints)
+    for checkpoints in folders:
+        newest = newest_record(checkpoints)
+        if newest is not None:
+            return newest
+        if present_steps(checkpoints):
+            raise all_damaged(checkpoints)
+    return None
 
 
 def _refuse_another_place(run_dir: RunDir, resolved: ResolvedConfig) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_megatron.batching.image_folder import IMAGES, ImageFolder
 from grpo_megatron.batching.manifest import StepFacts
@@ -15,6 +18,7 @@ from grpo_megatron.controller.recorder import (
     prune_store,
     record_step,
     starting_steps,
+    steps_in,
     token_at,
 )
 from grpo_megatron.rundir import RunDir
@@ -147,9 +151,28 @@ def test_images_go_with_the_last_step_that_has_them(tmp_path):
 
     prune_images(run_images.path, store)
     assert left() == of_step[0] | of_step[1] | of_step[2]
-    prune_store(store, [1], keep=1)
+    prune_store(store, [1], keep=1, present=3)
     prune_images(run_images.path, store)
     assert left() == of_step[1] | of_step[2]
     for digest in of_step[1]:  # those of steps are whole
         assert ImageFolder(store / "step_000001" / IMAGES).read(digest)
     prune_images(tmp_path / "absent", store)
+
+
+@given(
+    starts=st.lists(st.integers(0, 30), max_size=4, unique=True).map(sorted),
+    recorded=st.sets(st.integers(0, 30)),
+    keep=st.integers(0, 5),
+    present=st.integers(0, 30),
+)
+def test_no_step_goes_that_is_still_to_be_trained(starts, recorded, keep, present):
+    """Also where a start lies ahead: a checkpoint that a resume has passed over as damaged."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder)
+        for step in recorded:
+            (store / f"step_{step:06d}").mkdir()
+        prune_store(store, starts, keep, present=present)
+        left = {step for step, _ in steps_in(store)}
+    assert {step for step in recorded if step >= present} <= left <= recorded
+    if starts and starts[-1] <= present:
+        assert {step for step in recorded if step >= starts[-1]} <= left

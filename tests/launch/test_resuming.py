@@ -137,6 +137,20 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     resolve_resumed(run_dir, [])
 
 
+@pytest.mark.parametrize("record", [None, "", "null", "[]", "3"])
+def test_a_run_whose_checkpoints_all_lack_their_mark_does_not_begin_again(tmp_path, record):
+    """Also an older one of a cold start is not gone on with: the run was beyond it."""
+    run_dir = make_run(tmp_path / "q1")
+    add_checkpoint(run_dir, folder="cold_start")
+    damaged = run_dir.step_checkpoint(4)
+    damaged.mkdir()
+    if record is not None:
+        (damaged / "complete.json").write_text(record)
+    with pytest.raises(CheckpointError, match="every checkpoint of this run is damaged") as refused:
+        resolve_resumed(run_dir, [])
+    assert refused.value.where == str(damaged)
+
+
 class Ending:
     """What replaces the processes of a run: writes an event, and ends as it is told."""
 
