@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
 from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.files import write_atomically
@@ -13,6 +14,7 @@ from grpo_megatron.routing.shape import RouteShape
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
+_CHECKSUM = "checksum"  # of all other values; an earlier release wrote none
 
 
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +86,14 @@ def write_manifest(
     known = msgspec.structs.asdict(facts)
     manifest = Manifest(**known, format=FORMAT, train_checksum=train_checksum, shards=shards)
     # not msgspec's own JSON, which has no word for not-a-number
-    text = json.dumps(msgspec.to_builtins(manifest), indent=1)
-    write_atomically(directory / MANIFEST_FILE, text)
+    values = json.loads(json.dumps(msgspec.to_builtins(manifest)))
+    values[_CHECKSUM] = _checksum_of(values)
+    write_atomically(directory / MANIFEST_FILE, json.dumps(values, indent=1))
+
+
+def _checksum_of(values: Mapping[str, Any]) -> str:
+    """Return the checksum of what JSON has given, whatever its blanks were."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(values).encode())
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -93,11 +101,14 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises DataError: it is not there, is damaged, or belongs to another version."""
     file = directory / MANIFEST_FILE
-    with raised_as(DataError, "not a recorded step", (OSError, ValueError), where=file):
+    unreadable = (OSError, ValueError, RecursionError)
+    with raised_as(DataError, "not a recorded step", unreadable, where=file):
         values = json.loads(file.read_text())
     found = None
+    written = None
     if isinstance(values, dict):
         found = values.get("format")
+        written = values.pop(_CHECKSUM, None)
     if found != FORMAT:
         raise DataError(
             f"sample store format {found!r}, this version reads {FORMAT}",
@@ -105,7 +116,14 @@ def read_manifest(directory: Path) -> Manifest:
             remedy="read it with the version that wrote it, or delete the step",
         )
     with raised_as(DataError, "not a recorded step", (msgspec.ValidationError,), where=file):
-        return msgspec.convert(values, Manifest)
+        manifest = msgspec.convert(values, Manifest)
+    if written not in (None, _checksum_of(values)):
+        raise DataError(
+            f"{MANIFEST_FILE} is not as it was written: its checksum differs",
+            where=str(file),
+            remedy="delete the step; it is sampled anew",
+        )
+    return manifest
 
 
 def is_recorded(directory: Path) -> bool:

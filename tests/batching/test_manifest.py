@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
+from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_megatron.batching.manifest import (
     FORMAT,
@@ -88,6 +92,54 @@ def test_fields_of_another_version_are_passed_over(tmp_path):
     write_manifest(tmp_path, FACTS, "ef", SHARDS)
     file = tmp_path / MANIFEST_FILE
     values = json.loads(file.read_text())
+    del values["checksum"]  # neither did it have one
     values["proven"] = values.pop("verified_replicas")
     file.write_text(json.dumps(values))
     assert read_manifest(tmp_path).verified_replicas == []
+
+
+@given(st.data())
+def test_a_flipped_bit_is_refused_or_changes_nothing(data):
+    """In a blank, or in the name of the checksum, it changes no value."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        write_manifest(directory, FACTS, "ef", SHARDS)
+        file = directory / MANIFEST_FILE
+        whole = repr(read_manifest(directory))
+        content = bytearray(file.read_bytes())
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+        file.write_bytes(content)
+        try:
+            found = read_manifest(directory)
+        except DataError as error:
+            assert str(directory) in str(error.where)
+        else:
+            assert repr(found) == whole
+
+
+def test_another_value_is_refused_and_without_a_checksum_taken(tmp_path):
+    """The manifest of an earlier release has none."""
+    write_manifest(tmp_path, FACTS, "ef", SHARDS)
+    file = tmp_path / MANIFEST_FILE
+    values = json.loads(file.read_text())
+    values["sampler"]["epoch"] = 3
+    file.write_text(json.dumps(values))
+    with pytest.raises(DataError, match="not as it was written"):
+        read_manifest(tmp_path)
+    del values["checksum"]
+    file.write_text(json.dumps(values))
+    assert read_manifest(tmp_path).sampler["epoch"] == 3
+
+
+def test_a_manifest_that_is_nested_too_deep_is_refused(tmp_path):
+    (tmp_path / MANIFEST_FILE).write_text("[" * 200_000)
+    with pytest.raises(DataError, match="not a recorded step"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("values", [{"a": [1.0, -0.0, math.inf]}, {"b": "\ud800"}, {"c": 10**30}])
+def test_what_json_can_hold_is_summed_up(tmp_path, values):
+    facts = msgspec.structs.replace(FACTS, sampler={1: values})
+    write_manifest(tmp_path, facts, "ef", SHARDS)
+    assert read_manifest(tmp_path).sampler == {"1": values}
