@@ -24,6 +24,7 @@ from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anyth
 
 # isort: split
 from grpo_megatron.checkpoints import (
+    distributed,
     durable,
     hf_export,
     hf_import,
@@ -32,8 +33,10 @@ from grpo_megatron.checkpoints import (
     torch_dist,
 )
 from grpo_megatron.checkpoints.casts import cast
+from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.config.trainer import TrainerConfig, refuse_other_than_layout
 from grpo_megatron.errors import (
+    CheckpointError,
     GrpoMegatronError,
     MismatchError,
     SetupError,
@@ -108,9 +111,9 @@ def _phase(name: str, total: int) -> Iterator[Callable[[int], None]]:
 def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
     """Do everything that one rank does. `store`: rendezvous, default that of the environment.
 
-    Raises CheckpointError where `job.source` is none or of another model, ConfigError where its
-    config.json is not supported or `job.layout` has other keys, MismatchError where the result is
-    not the source, SetupError where the disk is full."""
+    Raises CheckpointError where `job.source` is none, damaged or of another model, ConfigError
+    where its config.json is not supported or `job.layout` has other keys, MismatchError where the
+    result is not the source, SetupError where the disk is full."""
     for key in job.layout:
         refuse_other_than_layout(key, where="layout")
     directory = Path(job.source)
@@ -124,6 +127,8 @@ def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
     layout = TrainerConfig(**(settings | job.layout))
     initialize(layout, info, store)
     seed_everything(0)
+    if torch_dist.is_torch_dist(directory):
+        _refuse_damaged(directory)
     source = _open_source(job, table)
     if job.target is None:
         _check(source, directory)
@@ -141,6 +146,21 @@ def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
     if job.probe:
         _compare(job, hf, table.parameters, layout, working, dtype)
     on_rank_0(durable.commit, working, final)
+
+
+def _refuse_damaged(directory: Path) -> None:
+    """Raise CheckpointError where files of a run's checkpoint are not as they were written, before
+    anything is made of them. What was converted has digests of its tensors instead. Collective."""
+    if not (directory / DIGESTS).exists():
+        return
+    names = distributed.corrupt_files(directory)
+    if names:
+        raise CheckpointError(
+            f"{len(names)} files are not as they were written, for example {names[:3]}",
+            where=str(directory),
+            remedy="take the checkpoint before it, or restore this one from a backup",
+        )
+    _say_once(message=f"every file is as it was written, by {DIGESTS}")
 
 
 def _open_source(job: ConversionJob, table: torch_dist.ParameterTable) -> Source:
@@ -315,7 +335,7 @@ def _check(source: Source, directory: Path) -> None:
         for problem, names in names_by_problem.items():
             described.append(f"{len(names)} tensors {problem}, for example {names[:3]}")
         raise MismatchError("; ".join(described), where=str(directory))
-    of_digests = "; no digests were recorded"
+    of_digests = "; no digests of tensors were recorded"
     if recorded:
         of_digests = ", and the digest that was recorded"
     _say_once(message=f"every tensor has its place, its shape and finite numbers{of_digests}")

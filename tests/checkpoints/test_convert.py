@@ -149,6 +149,21 @@ def test_checkpoints_of_a_run_at_any_layout(request, convert, moe_model, samples
     assert not torch.equal(
         tensors_of(moe_model)["lm_head.weight"], tensors_of(out)["lm_head.weight"]
     )
+    _damage_is_found_before_anything_is_written(convert, directory, layout)
+
+
+def _damage_is_found_before_anything_is_written(convert, directory: Path, layout: str) -> None:
+    """A flipped bit of a weight is still a number: only the file's digest tells it."""
+    assert convert(directory, None, layout=layout) is None
+    file = max((directory / "weights").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    for target, to in ((None, ""), (directory.with_name("damaged"), "hf")):
+        kind, exit_code, told = convert(directory, target, to=to, layout=layout)
+        assert (kind, exit_code) == ("CheckpointError", 8)
+        assert f"1 files are not as they were written, for example ['weights/{file.name}']" in told
+    assert not list(directory.parent.glob("damaged*/*"))
 
 
 def test_another_dtype_by_choice(convert, tied_model, tmp_path):
