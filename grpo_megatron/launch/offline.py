@@ -17,13 +17,14 @@ from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_res
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import starting_steps, steps_in
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
-from grpo_megatron.errors import DataError, TrainerError
+from grpo_megatron.errors import CheckpointError, DataError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.requests import (
     Answer,
+    FindCorruptFiles,
     LoadCheckpoint,
     Request,
     SaveCheckpoint,
@@ -134,7 +135,8 @@ class OfflineTrainer:
         """Bring weights, optimizer and references to where they were before `step`. The ranks have
         the settings of step `settings_of` then, by default those of `step`.
 
-        Raises ConfigError where settings of a step on the way cannot be used any more."""
+        Raises ConfigError where settings of a step on the way cannot be used any more,
+        CheckpointError where the checkpoint to begin with is damaged."""
         if settings_of is None:
             settings_of = step
         starts = _starts(self.run_dir)
@@ -165,10 +167,23 @@ class OfflineTrainer:
     async def _start_at(self, start: int, *, has_checkpoint: bool) -> RunState:
         if has_checkpoint:
             directory = self.run_dir.step_checkpoint(start).absolute()
+            await self._refuse_damaged(directory)
             return RunState(**await self.call(LoadCheckpoint(directory)))
         # the ranks have read the weights that the run was given
         await self.call(SnapshotReference())
         return RunState(step=0, updates=0, sampler={}, heldout_before=math.nan, seconds=0.0)
+
+    async def _refuse_damaged(self, checkpoint: Path) -> None:
+        """Raise CheckpointError where its files are not as they were written: with other numbers
+        nothing is computed again."""
+        corrupt_files = await self.call(FindCorruptFiles(checkpoint))
+        if corrupt_files:
+            raise CheckpointError(
+                f"the checkpoint that this step is computed from is damaged: {corrupt_files[0]}",
+                where=str(checkpoint),
+                remedy="restore it from a backup, or take a step before it; without its directory, "
+                "the step is computed from the checkpoint before it",
+            )
 
     async def _go_on_with(self, resolved: ResolvedConfig, state: RunState, start: int) -> RunState:
         """Have ranks with other settings go on, as in the run: by a checkpoint, here in scratch.

@@ -11,11 +11,18 @@ import pytest
 
 from grpo_megatron.config.history import record_first_settings, record_settings
 from grpo_megatron.config.loader import read_resolved, write_resolved
+from grpo_megatron.errors import CheckpointError
 from grpo_megatron.launch import offline
 from grpo_megatron.launch.offline import offline_trainer, recorded_steps
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.trainer.requests import LoadCheckpoint, SaveCheckpoint, Train, TrainReport
+from grpo_megatron.trainer.requests import (
+    FindCorruptFiles,
+    LoadCheckpoint,
+    SaveCheckpoint,
+    Train,
+    TrainReport,
+)
 
 DEMO = "demo/gspo-moe-cpu"
 
@@ -28,6 +35,8 @@ class Ranks:
         self.asked: list[tuple[float, str, str]] = []
         self.num_updates: list[int] = []
         self.has_reference: list[bool] = []
+        self.corrupt_files: list[str] = []
+        self.verified: list[str] = []
         self._rate = 0.0
 
     def __call__(self, timeout_s: float) -> Ranks:
@@ -43,6 +52,9 @@ class Ranks:
     async def call(self, request):
         directory = getattr(request, "directory", None)
         where = "" if directory is None else directory.name
+        if isinstance(request, FindCorruptFiles):
+            self.verified.append(where)
+            return self.corrupt_files
         self.asked.append((self._rate, type(request).__name__, where))
         if isinstance(request, Train):
             self.num_updates.append(request.num_updates)
@@ -190,3 +202,17 @@ def test_a_cold_start_that_a_resume_took_out_was_there(tmp_path):
     assert recorded_steps(run_dir) == []
     add_checkpoint(run_dir, 0)
     assert recorded_steps(run_dir) == [0, 1]
+
+
+def test_a_damaged_checkpoint_is_named_before_anything_is_computed(tmp_path, ranks):
+    """With its numbers, a whole step would look as if it were not reproduced."""
+    run_dir = make_run(tmp_path, 4)
+    add_checkpoint(run_dir, 2)
+    go_to(run_dir, 3)
+    assert ranks.verified == ["step_000002"]
+    ranks.asked.clear()
+    ranks.corrupt_files = ["step_000002/weights/__0_0.distcp"]
+    with pytest.raises(CheckpointError, match=r"weights/__0_0\.distcp") as refused:
+        go_to(run_dir, 3)
+    assert refused.value.where == str(run_dir.step_checkpoint(2)) and ranks.asked == []
+    go_to(run_dir, 1)  # computed from the weights that the run was given
