@@ -52,16 +52,24 @@ def link_or_copy(source: Path, target: Path) -> None:
         sync(target)
 
 
+def remove_directory(path: Path) -> None:
+    """Remove a directory, as far as that is possible; of a link to one only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def empty_directory(path: Path) -> Path:
     """Make `path`, without what was there; returns it."""
-    shutil.rmtree(path, ignore_errors=True)
+    remove_directory(path)
     path.mkdir(parents=True)
     return path
 
 
 def replace_directory(working: Path, final: Path) -> None:
-    """Give a finished directory its name, in place of what had it."""
-    shutil.rmtree(final, ignore_errors=True)
+    """Give a finished directory its name, in place of what had it; of a link only the link goes."""
+    remove_directory(final)
     working.replace(final)
     sync(final.parent)
 

@@ -1,5 +1,6 @@
 """The layout of a run directory: the one place that knows its file names."""
 
+import json
 import shlex
 import shutil
 from contextlib import AbstractContextManager
@@ -115,9 +116,23 @@ class RunDir:
             remedy="choose another runs_dir=…",
         )
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a run's `config.json` is here, also one that is damaged, beside the run's events.
+        Models of Hugging Face have a file of this name, too."""
+        if not self.config.exists():
+            return False
+        if self.events.is_file() and (self.root / "logs").is_dir():
+            return True
+        try:
+            values = json.loads(self.config.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(values, dict) and values.keys() >= {"config", "provenance"}
+
     def refuse_existing(self, *, overwrite: bool = False) -> None:
         """ConfigError where a run is, unless it is to be replaced, or what no run has written."""
-        if self.config.exists():
+        if self.has_run:
             if overwrite:
                 return
             raise ConfigError(
@@ -131,7 +146,7 @@ class RunDir:
         for path in self.root.iterdir():
             if path in (self.lock, self.slurm):
                 continue
-            if path.is_file() or any(path.iterdir()):
+            if not path.is_dir() or any(path.iterdir()):
                 raise ConfigError(
                     f"{self.root} is no run's directory: it has {path.name!r}",
                     where=str(self.root.absolute()),

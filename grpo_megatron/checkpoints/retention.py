@@ -2,12 +2,11 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.files import replace_directory
+from grpo_megatron.files import remove_directory, replace_directory
 
 DIGESTS = "digests.json"
 """In a checkpoint: size and digest of every other file."""
@@ -78,13 +77,13 @@ def prune(directory: Path, keep: int) -> list[int]:
     for step in steps:
         checkpoint = _of_step(directory, step)
         if step < oldest_kept:
-            shutil.rmtree(checkpoint, ignore_errors=True)
+            remove_directory(checkpoint)
             removed.append(step)
         else:
             references.add(_reference_of(checkpoint))
     for path in directory.glob("reference_*"):
         if path.name not in references:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)
     return removed
 
 

@@ -63,11 +63,12 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
 
 
 def _remove_earlier_run(run_dir: RunDir) -> None:
-    """Remove what an earlier run of this name left, but for the lock, which is held."""
+    """Remove what an earlier run of this name left, but for the lock, which is held. Of a link, as
+    to checkpoints on another disk, only the link goes."""
     for path in run_dir.root.iterdir():
         if path == run_dir.lock:
             continue
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.errors import ConfigError, RunLockedError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
 from grpo_megatron.launch.run_lock import run_lock
@@ -130,7 +131,7 @@ def test_a_run_that_has_begun_since_is_not_removed(tmp_path, monkeypatch):
 
     @contextlib.contextmanager
     def after_the_other(run_dir):
-        run_dir.config.write_text("{}")
+        write_resolved(run_dir.config, resolved)
         yield
 
     monkeypatch.setattr(local, "run_lock", after_the_other)
@@ -138,7 +139,7 @@ def test_a_run_that_has_begun_since_is_not_removed(tmp_path, monkeypatch):
     (tmp_path / "taken").mkdir()
     with pytest.raises(ConfigError, match="exists"):
         local.train(resolved)
-    assert (tmp_path / "taken" / "config.json").read_text() == "{}"
+    assert (tmp_path / "taken" / "config.json").exists()
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path):
@@ -147,11 +148,13 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
 
     resolved = resolve("demo/gspo-moe-cpu", [f"runs_dir={tmp_path}", "name=taken"])
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "config.json").write_text("{}")
+    config = tmp_path / "taken" / "config.json"
+    write_resolved(config, resolved)
+    before = config.read_bytes()
     with pytest.raises(ConfigError, match="exists") as caught:
         train(resolved)
     assert "resume" in caught.value.remedy and "--overwrite" in caught.value.remedy
-    assert (tmp_path / "taken" / "config.json").read_text() == "{}"
+    assert config.read_bytes() == before
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -167,3 +170,49 @@ def test_a_directory_of_something_else_is_not_replaced(tmp_path, name, overwrite
     with pytest.raises(ConfigError, match="is no run's directory: it has"):
         train(resolved, overwrite=overwrite)
     assert mine.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("text", ['{"model_type": "qwen3"}', "{}", "[]", "", "[" * 200_000])
+def test_a_model_is_not_taken_for_a_run(tmp_path, text, overwrite):
+    """Both have a config.json."""
+    model = RunDir(tmp_path / "model")
+    model.root.mkdir()
+    model.config.write_text(text)
+    (model.root / "model.safetensors").write_text("years of work")
+    with pytest.raises(ConfigError, match="is no run's directory: it has") as caught:
+        model.refuse_existing(overwrite=overwrite)
+    assert "--overwrite" not in caught.value.remedy
+
+
+def test_a_run_with_a_damaged_configuration_is_one(tmp_path):
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    run_dir.events.touch()
+    run_dir.config.write_text('{"format": 1, "conf')
+    with pytest.raises(ConfigError, match="exists"):
+        run_dir.refuse_existing()
+    run_dir.refuse_existing(overwrite=True)
+
+
+def test_a_link_in_a_directory_that_is_no_runs_is_named(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="it has 'link'"):
+        RunDir(tmp_path).refuse_existing()
+
+
+def test_what_links_of_an_earlier_run_point_to_stays(tmp_path):
+    """Checkpoints on another disk: the new run gets a folder of its own."""
+    from grpo_megatron.launch.local import _remove_earlier_run
+
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    run_dir.lock.touch()
+    run_dir.checkpoints.rmdir()
+    other_disk = tmp_path / "disk"
+    (other_disk / "step_000001").mkdir(parents=True)
+    run_dir.checkpoints.symlink_to(other_disk)
+    run_dir.export.symlink_to(tmp_path / "gone")
+    _remove_earlier_run(run_dir)
+    assert [path.name for path in run_dir.root.iterdir()] == [".lock"]
+    assert (other_disk / "step_000001").is_dir()
