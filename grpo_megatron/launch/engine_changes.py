@@ -41,6 +41,8 @@ class EngineChanges:
         for name, request in take_requests(self._run_dir).items():
             told: str | errors.GrpoMegatronError
             try:
+                if isinstance(request, errors.ConfigError):
+                    raise request
                 told = self._change(request)
             except errors.GrpoMegatronError as error:
                 told = error
@@ -56,7 +58,7 @@ class EngineChanges:
             raise errors.ConfigError("a run of this kind has no engines", where="kind")
         if request.action == "add":
             return self._add()
-        assert request.engine is not None  # the command asks for it
+        assert request.engine is not None  # `take_requests` sees to it
         self._members.begin_leaving(request.engine)
         return (
             f"{engine_name(request.engine)} gets no more requests, and ends when it has answered "

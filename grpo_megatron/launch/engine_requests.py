@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.errors import (
     ConfigError,
@@ -147,17 +149,34 @@ def _unjoined(run_dir: RunDir) -> set[str]:
 # --- the supervisor's side
 
 
-def take_requests(run_dir: RunDir) -> dict[str, EngineRequest]:
-    """Take what was asked since the last look, by the request's name."""
-    found: dict[str, EngineRequest] = {}
+def take_requests(run_dir: RunDir) -> dict[str, EngineRequest | ConfigError]:
+    """Take what was asked since the last look, by the request's name; what is no request becomes
+    the error to answer it with."""
+    found: dict[str, EngineRequest | ConfigError] = {}
+    files: list[Path] = []
     with contextlib.suppress(OSError):  # a file system that stalls: the next look finds them
-        for file in sorted(run_dir.endpoints.glob("request-*.json")):
-            with contextlib.suppress(ValueError, TypeError):
-                found[file.stem.removeprefix("request-")] = EngineRequest(
-                    **json.loads(file.read_text())
-                )
-            file.unlink(missing_ok=True)
+        files = sorted(run_dir.endpoints.glob("request-*.json"))
+    for file in files:
+        with contextlib.suppress(OSError):
+            content = file.read_bytes()
+            file.unlink()
+            found[file.stem.removeprefix("request-")] = _read_request(content, file)
     return found
+
+
+def _read_request(content: bytes, file: Path) -> EngineRequest | ConfigError:
+    problem = "it names no engine"
+    try:
+        request = msgspec.json.decode(content, type=EngineRequest)
+        if request.action == "add" or request.engine is not None:
+            return request
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        problem = str(error)
+    return ConfigError(
+        f"no request for engines: {problem}",
+        where=str(file),
+        remedy="ask by `grpo-megatron engines`",
+    )
 
 
 def answer(run_dir: RunDir, name: str, told: str | GrpoMegatronError) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
-from grpo_megatron.errors import GrpoMegatronError
+from grpo_megatron.errors import GrpoMegatronError, as_own_error
 from grpo_megatron.launch.bindings import (
     refuse_other_tokens,
     refuse_unbound_environments,
@@ -83,15 +83,16 @@ def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:
 
 
 def _supervised(supervisor: Supervisor) -> int:
-    """Run to the end; a failure is an event too, for `status`."""
+    """Run to the end; a failure of any kind is an event too, for `status`."""
     try:
         return supervisor.run()
-    except GrpoMegatronError as error:
+    except Exception as error:
+        told = as_own_error(error, GrpoMegatronError)
         with contextlib.suppress(OSError):  # a full disk may be what it failed of
             append_event(
                 supervisor.run_dir.events,
                 "failed",
-                exit_code=error.exit_code,
-                reason=error.message,
+                exit_code=told.exit_code,
+                reason=told.message,
             )
         raise

@@ -10,7 +10,13 @@ import pytest
 from grpo_megatron.errors import ConfigError, EngineError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import engine_requests, restarts
-from grpo_megatron.launch.engine_requests import EngineRequest, ask, engine_lines, running
+from grpo_megatron.launch.engine_requests import (
+    EngineRequest,
+    ask,
+    engine_lines,
+    running,
+    take_requests,
+)
 from grpo_megatron.launch.local import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.plan.resolve import resolve
@@ -129,3 +135,44 @@ def test_there_must_be_room(tmp_path):
     roles = LocalProcesses(config, RunDir(tmp_path))
     assert roles.why_no_room(1) == ""
     assert "GPUs for 2 engines" in roles.why_no_room(2)
+
+
+MALFORMED = [
+    "",
+    "[]",
+    "null",
+    '{"action": "remove"}',
+    '{"action": "remove", "engine": "0"}',
+    '{"action": "remove", "engine": true}',
+    '{"action": "restart", "engine": 0}',
+    '{"engine": 0}',
+    "[" * 200_000,
+    "\udcff",
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_what_is_no_request_is_answered_with_what_is_wrong(tmp_path, text):
+    """And the others are taken all the same, each once."""
+    run_dir = RunDir(tmp_path).begin()
+    (run_dir.endpoints / "request-a.json").mkdir()
+    file = run_dir.endpoints / "request-b.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    (run_dir.endpoints / "request-c.json").write_text('{"action": "remove", "engine": 1}')
+    found = take_requests(run_dir)
+    assert found.keys() == {"b", "c"} and found["c"] == remove(1)
+    assert isinstance(found["b"], ConfigError) and found["b"].where == str(file)
+    assert take_requests(run_dir) == {}
+
+
+def test_a_malformed_request_does_not_end_the_run(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch)
+
+    def meddle(run):
+        write_atomically(run.run_dir.endpoints / "request-x.json", '{"action": "remove"}')
+        answer = run.run_dir.endpoints / "answer-x.json"
+        wait_until(answer.exists)
+        assert "it names no engine" in answer.read_text()
+        assert members(run) == {0: "present", 1: "present"}
+
+    assert run.with_meddling(meddle) == 0
