@@ -92,15 +92,29 @@ def resume(
     here: Annotated[
         bool, flag("here", "On this machine, also if the run was submitted as a job.")
     ] = False,
+    skip_reward_check: SkipRewardCheck = False,
 ) -> None:
     """Continue a run from its newest checkpoint; one that was submitted, as a job again."""
     check_run(run)
     from grpo_megatron.launch import local, slurm
 
     if (RunDir(run).slurm / "train.sbatch").exists() and not in_job and not here:
+        if overrides:
+            _refuse_overrides_of_job(RunDir(run), overrides, skip_reward_check=skip_reward_check)
         typer.echo(slurm.resume(run, overrides or []))
         return
     raise typer.Exit(local.resume(run, overrides or [], in_job=in_job))
+
+
+def _refuse_overrides_of_job(
+    run_dir: RunDir, overrides: list[str], *, skip_reward_check: bool
+) -> None:
+    """Try what a run that goes on as a job names, before the job waits in a queue."""
+    from grpo_megatron.launch.resuming import resolve_resumed
+    from grpo_megatron.launch.slurm import refuse_active
+
+    refuse_active(run_dir)
+    refuse_unbound(resolve_resumed(run_dir, overrides).config, skip_reward_check=skip_reward_check)
 
 
 def submit(
@@ -118,6 +132,26 @@ def submit(
 ) -> None:
     """Submit a recipe as a Slurm job. Prints the job's id."""
     from grpo_megatron.launch import slurm
+    from grpo_megatron.plan.resolve import refuse_missing, resolve
+
+    resolved = resolve(recipe, overrides or [])
+    print_advice(resolved.config)
+    if dry_run:
+        typer.echo(slurm.render(resolved, site))
+        return
+    refuse_missing(resolved.config, coming=bool(after))
+    refuse_unbound(resolved.config, skip_reward_check=skip_reward_check)
+    after_jobs = []
+    if after:
+        after_jobs.append(after)
+    typer.echo(slurm.submit(resolved, site, after_jobs))
+    typer.echo(f"submitted; {RunDir(resolved.run_path).command('logs', '-f')}", err=True)
+
+
+def refuse_unbound(config: Any, *, skip_reward_check: bool) -> None:
+    """Try what a recipe names outside of itself before its job waits; see `launch.bindings`.
+
+    skip_reward_check: not what may be on the cluster only."""
     from grpo_megatron.launch.bindings import (
         SKIP_REMEDY,
         refuse_other_tokens,
@@ -127,28 +161,16 @@ def submit(
         refuse_unreadable_problems,
         refuse_unset_keys,
     )
-    from grpo_megatron.plan.resolve import refuse_missing, resolve
 
-    resolved = resolve(recipe, overrides or [])
-    print_advice(resolved.config)
-    if dry_run:
-        typer.echo(slurm.render(resolved, site))
-        return
-    refuse_missing(resolved.config, coming=bool(after))
     if skip_reward_check:
         warn_unchecked_rewards()
     else:
-        refuse_unbound_objective(resolved.config)
-        refuse_unbound_rewards(resolved.config, remedy=SKIP_REMEDY)
-        refuse_unbound_environments(resolved.config, remedy=SKIP_REMEDY)
-        refuse_unset_keys(resolved.config)
-    refuse_unreadable_problems(resolved.config)
-    refuse_other_tokens(resolved.config)
-    after_jobs = []
-    if after:
-        after_jobs.append(after)
-    typer.echo(slurm.submit(resolved, site, after_jobs))
-    typer.echo(f"submitted; {RunDir(resolved.run_path).command('logs', '-f')}", err=True)
+        refuse_unbound_objective(config)
+        refuse_unbound_rewards(config, remedy=SKIP_REMEDY)
+        refuse_unbound_environments(config, remedy=SKIP_REMEDY)
+        refuse_unset_keys(config)
+    refuse_unreadable_problems(config)
+    refuse_other_tokens(config)
 
 
 def print_advice(config: Any) -> None:

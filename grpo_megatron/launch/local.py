@@ -8,6 +8,7 @@ from pathlib import Path
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import GrpoMegatronError, as_own_error
 from grpo_megatron.launch.bindings import (
     refuse_other_tokens,
@@ -34,12 +35,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     refuse_missing(resolved.config)
     refuse_cpu_engine(resolved.config)
     run_dir.refuse_existing(overwrite=overwrite)
-    refuse_unbound_objective(resolved.config)
-    refuse_unbound_rewards(resolved.config)
-    refuse_unbound_environments(resolved.config)
-    refuse_unset_keys(resolved.config)
-    refuse_unreadable_problems(resolved.config)
-    refuse_other_tokens(resolved.config)
+    _refuse_unbound(resolved.config)
     with run_lock(run_dir):
         run_dir.refuse_existing(overwrite=overwrite)  # one that has begun since
         _remove_earlier_run(run_dir)
@@ -48,8 +44,9 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
 
 def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
     """Continue a run from its newest complete checkpoint; returns the exit code. ConfigError where
-    no run is, which then gets no lock either, and as `resolve_resumed`. The run keeps its
-    `config.json` where it does not get as far as to load its checkpoint."""
+    no run is, which then gets no lock either; raises as `resolve_resumed`, and as `train` does for
+    what the recipe names. The run keeps its `config.json` where it does not get as far as to load
+    its checkpoint."""
     run_dir = RunDir(path)
     read_resolved(run_dir.config)
     with run_lock(run_dir):
@@ -57,9 +54,20 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
         refuse_cpu_engine(resolved.config)
+        _refuse_unbound(resolved.config)  # also what was there before may have changed since
         record_first_settings(run_dir)
         with settings_unless_refused(run_dir, overrides):
             return _run(resolved, run_dir, in_job)
+
+
+def _refuse_unbound(config: RunConfig) -> None:
+    """Try what the recipe names outside of itself, before a process starts; see `bindings`."""
+    refuse_unbound_objective(config)
+    refuse_unbound_rewards(config)
+    refuse_unbound_environments(config)
+    refuse_unset_keys(config)
+    refuse_unreadable_problems(config)
+    refuse_other_tokens(config)
 
 
 def _remove_earlier_run(run_dir: RunDir) -> None:

@@ -13,7 +13,7 @@ import pytest
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.loader import read_resolved, write_resolved
 from grpo_megatron.errors import CheckpointError, ConfigError, DataError
-from grpo_megatron.launch import local
+from grpo_megatron.launch import local, slurm
 from grpo_megatron.launch.resuming import resolve_resumed
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
@@ -208,3 +208,35 @@ def test_a_resume_with_the_same_settings_says_nothing_of_them(tmp_path, monkeypa
     with pytest.raises(DataError) as caught:
         local.resume(run_dir.root, [])
     assert caught.value.remedy == "x"
+
+
+@pytest.mark.parametrize("in_job", [False, True])
+def test_a_resume_tries_what_its_recipe_names_before_anything_starts(
+    tmp_path, monkeypatch, capsys, in_job
+):
+    monkeypatch.setattr(local, "_run", lambda *_: pytest.fail("it was started"))
+    run_dir = make_run(tmp_path / "q1")
+    before = run_dir.config.read_bytes()
+    command = ["resume", str(run_dir.root), "domains.0.rewards.0.function=no_such_module:score"]
+    if in_job:
+        command.append("--in-job")
+    assert main(command) == 10
+    assert "no_such_module" in capsys.readouterr().err
+    assert run_dir.config.read_bytes() == before
+
+
+def test_so_does_one_that_goes_on_as_a_job(tmp_path, monkeypatch, capsys):
+    """What only the cluster can import is left to the job, where that is said."""
+    submitted = []
+    monkeypatch.setattr(slurm, "submit_again", lambda run_dir: submitted.append(run_dir) or "17")
+    monkeypatch.setattr(slurm, "active_job", lambda run_dir: None)
+    run_dir = make_run(tmp_path / "q1")
+    run_dir.slurm.mkdir()
+    (run_dir.slurm / "train.sbatch").touch()
+    before = run_dir.config.read_bytes()
+    command = ["resume", str(run_dir.root), "domains.0.rewards.0.function=no_such_module:score"]
+    assert main(command) == 10
+    assert "--skip-reward-check" in capsys.readouterr().err
+    assert run_dir.config.read_bytes() == before and submitted == []
+    assert main([*command, "--skip-reward-check"]) == 0
+    assert capsys.readouterr().out.strip() == "17" and len(submitted) == 1
