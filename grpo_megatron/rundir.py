@@ -63,6 +63,7 @@ class RunDir:
     experience = _Entry("experience.json")  # lessons of a run of kind experience, and its state
     reference = _Entry("reference")  # log-probs of preferences under the reference
     result = _Entry("result.json")  # accuracies, seconds, steps of a finished run
+    earlier_result = _Entry("earlier_result.json")  # of a finished run that trained on since
     export = _Entry("export")  # the final Hugging Face checkpoint
     adapter = _Entry("adapter")  # beside the export, of a run with [lora]: PEFT's files
     lock = _Entry(".lock")  # held by the process that writes here
@@ -105,6 +106,12 @@ class RunDir:
             self.progress,
         ):
             path.mkdir(parents=True, exist_ok=True)
+
+    def outdate_result(self) -> None:
+        """Rename the result of a run that goes on after its end: it says no longer how far the run
+        is, nor that its export is the newest."""
+        if self.result.exists():
+            self.result.replace(self.earlier_result)
 
     def written(self) -> AbstractContextManager[None]:
         """Return a context in which an OSError (no permission, a full disk) is a SetupError."""

@@ -82,8 +82,17 @@ def exported(model: Path) -> Path:
     Raises ConfigError, with what there is instead, where it is neither."""
     run = RunDir(model)
     is_run = run.config.is_file() and run.logs.is_dir()
-    if is_run and (run.export / "config.json").is_file():
+    has_export = (run.export / "config.json").is_file()
+    has_gone_on = run.earlier_result.is_file() and not run.result.is_file()
+    if is_run and has_export and not has_gone_on:
         return run.export
+    if is_run and has_export:
+        raise ConfigError(
+            f"{model} has gone on since it exported, and has not ended again",
+            where=str(run.export.absolute()),
+            remedy=f"{_what_to_evaluate_instead(run)}; what it exported before: "
+            + shlex.quote(str(run.export)),
+        )
     if is_run:
         raise ConfigError(
             f"{model} has exported no checkpoint",

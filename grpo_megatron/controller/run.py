@@ -241,6 +241,8 @@ class Run:
             )
             record_settings(self.run_dir, state.step)
             append_event(self.run_dir.events, SETTINGS_TAKEN, step=state.step)
+            if state.step < config.num_steps:
+                self.run_dir.outdate_result()
             self.on_start(self.stopping)
             state = await loop.run()
         totals = loop.phase_seconds.most_common()
@@ -315,6 +317,8 @@ class Run:
             stopping=self.stopping,
         )
         learner.restore()
+        if learner.step < self.config.num_steps:
+            self.run_dir.outdate_result()
         self.on_start(self.stopping)
         with self._telemetry() as (metrics, mirrors):
             await learner.run(metrics, mirrors)

@@ -33,7 +33,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     events = []
     for line in path.read_bytes().splitlines():
         event = None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
         if isinstance(event, dict) and "kind" in event:
             events.append(event)

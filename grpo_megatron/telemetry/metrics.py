@@ -116,7 +116,8 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read every complete line of a metrics.jsonl, in order; a torn last line is left out. Raises
-    DataError where there is no such file, or a line before the last is not JSON."""
+    DataError where there is no such file, a line before the last is not JSON, or steps do not
+    ascend."""
     if not path.is_file():
         raise DataError(
             "no metrics there", where=str(path), remedy="give the metrics.jsonl of a run directory"
@@ -138,20 +139,40 @@ def metrics_so_far(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield lines with their records; one that was being written when its process died is left
-    out."""
+    """Yield lines with their records, by ascending step; one that was being written when its
+    process died is left out. Steps may be missing: what a machine wrote last is lost when it goes
+    down, while its checkpoint is on the disk.
+
+    Raises DataError for a line before the last that is no record, and for a step that stands behind
+    itself or a later one."""
     lines = content.splitlines(keepends=True)
+    before = -1
     for number, line in enumerate(lines, start=1):
-        record = None
-        if line.endswith("\n"):
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield line, record
-        elif number < len(lines):
+        record = _record_in(line)
+        if record is None and number == len(lines):
+            return
+        where = f"{path}:{number}"
+        if record is None:
+            raise DataError("this line is no metrics record", where=where, remedy="remove the line")
+        step = record["step"]
+        if step <= before:
             raise DataError(
-                "this line is no metrics record", where=f"{path}:{number}", remedy="remove the line"
+                f"this line is of step {step}, the one before it of step {before}",
+                where=where,
+                remedy="remove the line that is too much",
             )
+        before = step
+        yield line.rstrip("\r\n") + "\n", record
+
+
+def _record_in(line: str) -> dict[str, Any] | None:
+    """Return the record of a step, also of a line whose end is missing; None: it is not whole."""
+    record = None
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+    if isinstance(record, dict) and type(record.get("step")) is int:
+        return record
+    return None
 
 
 def _default_normaliser(name: str) -> str:

@@ -14,6 +14,7 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config.loader import load_recipe, write_resolved
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rundir import RunDir
 
 SCRIPT = Path("slurm/eval.sbatch")
 WITHOUT_ANSWERS = ("preferences", "reward_model")
@@ -92,6 +93,16 @@ def test_a_checkpoint_or_what_a_run_has_exported(tmp_path):
     newest = run / "checkpoints/step_000004"
     assert f"`grpo-megatron convert to-hf {newest} --to FOLDER`" in str(caught.value)
     write(run / "export/config.json")
+    assert exported(run) == run / "export"
+    write(run / "result.json")
+    assert exported(run) == run / "export"
+    RunDir(run).outdate_result()  # it trains further
+    with pytest.raises(ConfigError, match="has gone on since it exported") as caught:
+        exported(run)
+    assert f"convert to-hf {newest}" in caught.value.remedy
+    assert f"exported before: {run / 'export'}" in caught.value.remedy
+    assert exported(run / "export") == run / "export"
+    write(run / "result.json")  # it has ended again
     assert exported(run) == run / "export"
 
 

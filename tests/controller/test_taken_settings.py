@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -57,3 +58,20 @@ def test_settings_that_the_sampler_refuses_are_not_taken(run_dir, monkeypatch):
         asyncio.run(attempt(run_dir)._train(AFTER_3))
     assert read_events(run_dir.events) == []
     assert settings_of_step(run_dir, 3).read_text() == "old"
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_run_that_trains_further_has_no_result(run_dir, monkeypatch, step):
+    """One that only ends again, without a step, keeps it."""
+    run_dir.result.write_text("of an earlier end")
+    state = replace(AFTER_3, step=step)
+
+    async def trained() -> RunState:
+        assert run_dir.result.exists() == (step == 6)
+        return state
+
+    loop = SimpleNamespace(run=trained, phase_seconds=Counter())
+    monkeypatch.setattr(run_module, "make_rl_loop", lambda *_, **__: loop)
+    asyncio.run(attempt(run_dir)._train(state))
+    kept = run_dir.earlier_result if step == 3 else run_dir.result
+    assert kept.read_text() == "of an earlier end"

@@ -120,6 +120,55 @@ def test_a_damaged_line_in_the_middle_is_named(run_dir):
         read_metrics(run_dir.root / "other.jsonl")
 
 
+@pytest.mark.parametrize("order", [[0, 1, 1], [0, 2, 1], [1, 0, 2], [0, 1, 1, 2]])
+def test_steps_that_do_not_ascend_are_named(run_dir, order):
+    """A line that somebody has copied would count as a step more."""
+    fill(run_dir, range(3))
+    lines = run_dir.metrics.read_bytes().splitlines(keepends=True)
+    run_dir.metrics.write_bytes(b"".join(lines[step] for step in order))
+    wrong = [place for place in range(1, len(order)) if order[place] <= order[place - 1]]
+    for read in (lambda: read_metrics(run_dir.metrics), lambda: MetricsWriter(run_dir)):
+        with pytest.raises(DataError, match=f"of step {order[wrong[0]]}, the one before") as caught:
+            read()
+        assert f"metrics.jsonl:{wrong[0] + 1}" in str(caught.value)
+
+
+def test_steps_that_a_machine_has_lost_are_missing(run_dir):
+    """Its checkpoint was on the disk before its last lines were."""
+    writer = MetricsWriter(run_dir)
+    for step in (0, 1, 4, 5):
+        writer.write(step, {})
+    writer.close()
+    assert steps_of(run_dir) == [0, 1, 4, 5]
+
+
+def test_a_last_line_without_its_end_is_a_step(run_dir):
+    fill(run_dir, range(3))
+    run_dir.metrics.write_bytes(run_dir.metrics.read_bytes().rstrip(b"\n"))
+    assert steps_of(run_dir) == [0, 1, 2]
+    writer = MetricsWriter(run_dir)
+    assert writer.last_step == 2
+    writer.write(3, {})
+    writer.close()
+    assert steps_of(run_dir) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("line", ["[" * 200_000, '{"step": true}', '{"step": 1.5}', "3"])
+def test_a_line_that_is_no_record_is_named(run_dir, line):
+    fill(run_dir, range(2))
+    whole = run_dir.metrics.read_text()
+    run_dir.metrics.write_text(f"{line}\n{whole}")
+    with pytest.raises(DataError, match="no metrics record"):
+        read_metrics(run_dir.metrics)
+    run_dir.metrics.write_text(f"{whole}{line}")
+    assert steps_of(run_dir) == [0, 1]
+
+
+def test_an_event_that_is_nested_too_deep_is_left_out(run_dir):
+    run_dir.events.write_text("[" * 200_000 + '\n{"kind": "died"}\n')
+    assert [event["kind"] for event in read_events(run_dir.events)] == ["died"]
+
+
 def _append_many(path, name: str) -> None:
     for index in range(100):
         append_event(path, "test", writer=name, index=index, padding="x" * 500)
