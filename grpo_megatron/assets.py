@@ -3,6 +3,7 @@ templates and site settings in `slurm/`. A wheel carries them under `grpo_megatr
 checkout (also an editable install) has them beside the package."""
 
 import glob
+import os
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -59,7 +60,7 @@ def names(folder: Path) -> list[str]:
 
 def display(path: Path) -> str:
     """`path` as short as it stays clear: below the current directory, below the assets, or full."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # `resolve` raises where links go in a circle
     for base in (Path.cwd(), root()):
         if path.is_relative_to(base):
             return path.relative_to(base).as_posix()

@@ -85,7 +85,7 @@ def read_progress(path: Path) -> ProgressRecord | None:
         values = json.loads(line)
         known = {entry.name for entry in fields(ProgressRecord)}
         return ProgressRecord(**{name: value for name, value in values.items() if name in known})
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -36,6 +36,13 @@ def test_display_is_short(tmp_path, monkeypatch):
     assert assets.display(Path("/elsewhere/x.toml")) == "/elsewhere/x.toml"
 
 
+def test_links_in_a_circle_are_displayed(tmp_path):
+    """Who cannot read the file says so by its name."""
+    link = tmp_path / "config.json"
+    link.symlink_to(link)
+    assert assets.display(link) == str(link)
+
+
 def test_wheel_carries_everything(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],

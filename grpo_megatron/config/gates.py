@@ -183,7 +183,8 @@ def read_result(run: Path) -> dict[str, Any]:
     file = run / "result.json"
     with raised_as(ConfigError, "not a finished run", OSError, where=file):
         content = file.read_bytes()
-    with raised_as(ConfigError, "result.json is damaged", ValueError, where=file):
+    unreadable = (ValueError, RecursionError)
+    with raised_as(ConfigError, "result.json is damaged", unreadable, where=file):
         result: dict[str, Any] = json.loads(content)
     damage = _damage_of(result)
     if damage:

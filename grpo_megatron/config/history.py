@@ -6,22 +6,25 @@ on, up to the next file's."""
 
 from pathlib import Path
 
-from grpo_megatron.files import write_atomically
+from grpo_megatron.files import open_atomically
 from grpo_megatron.rundir import RunDir
 
 
 def record_settings(run_dir: RunDir, first_step: int) -> None:
     """Record the present `config.json` as what trains the steps from `first_step` on. What trained
-    them before is forgotten: they are trained again."""
-    text = run_dir.config.read_text(encoding="utf-8")
+    them before is forgotten: they are trained again. A damaged record of steps before stays, for
+    those that read its settings to name it."""
+    content = run_dir.config.read_bytes()
     for step in _first_steps(run_dir):
         if step >= first_step:
             run_dir.step_settings(step).unlink()
     earlier = settings_of_step(run_dir, first_step)
-    if earlier != run_dir.config and earlier.read_text(encoding="utf-8") == text:
+    # by bytes: a damaged record is no text, and another one than this
+    if earlier != run_dir.config and earlier.read_bytes() == content:
         return
     run_dir.config_history.mkdir(exist_ok=True)
-    write_atomically(run_dir.step_settings(first_step), text)
+    with open_atomically(run_dir.step_settings(first_step)) as file:
+        file.write(content)
 
 
 def record_first_settings(run_dir: RunDir) -> None:

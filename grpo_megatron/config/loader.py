@@ -79,7 +79,10 @@ def read_resolved(
         resolved = ResolvedConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        what = f"the run's configuration is damaged: {dotted(first['loc'])}: {first['msg']}"
+        problem = first["msg"]
+        if first["loc"]:  # of a value; else of the whole text
+            problem = f"{dotted(first['loc'])}: {problem}"
+        what = f"the run's configuration is damaged: {problem}"
         raise ConfigError(
             what,
             where=where,

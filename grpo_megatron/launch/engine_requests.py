@@ -59,7 +59,7 @@ def running(path: Path) -> RunDir:
     run_dir = RunDir(path)
     owner = ""
     with contextlib.suppress(OSError):
-        owner = run_dir.lock.read_text().strip()
+        owner = run_dir.lock.read_text(encoding="utf-8", errors="replace").strip()
     attempt = ""
     with contextlib.suppress(OSError):
         attempt = os.readlink(path / "logs" / "latest")

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from pathlib import Path
 
 from grpo_megatron.checkpoints.retention import complete_steps
@@ -20,7 +19,7 @@ from grpo_megatron.launch.bindings import (
 )
 from grpo_megatron.launch.resuming import resolve_resumed, settings_unless_refused
 from grpo_megatron.launch.roles import LocalProcesses
-from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.launch.run_lock import clear_locked, run_lock
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
 from grpo_megatron.plan.resolve import refuse_cpu_engine, refuse_missing
@@ -38,7 +37,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     _refuse_unbound(resolved.config)
     with run_lock(run_dir):
         run_dir.refuse_existing(overwrite=overwrite)  # one that has begun since
-        _remove_earlier_run(run_dir)
+        clear_locked(run_dir)
         return _run(resolved, run_dir, in_job)
 
 
@@ -68,18 +67,6 @@ def _refuse_unbound(config: RunConfig) -> None:
     refuse_unset_keys(config)
     refuse_unreadable_problems(config)
     refuse_other_tokens(config)
-
-
-def _remove_earlier_run(run_dir: RunDir) -> None:
-    """Remove what an earlier run of this name left, but for the lock, which is held. Of a link, as
-    to checkpoints on another disk, only the link goes."""
-    for path in run_dir.root.iterdir():
-        if path == run_dir.lock:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:

@@ -20,6 +20,7 @@ from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.errors import CheckpointError, DataError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
 from grpo_megatron.launch.roles import LocalProcesses
+from grpo_megatron.launch.run_lock import clear_locked, run_lock
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.requests import (
@@ -246,19 +247,22 @@ async def offline_trainer(
     run_dir: RunDir, overrides: Sequence[str], name: str
 ) -> AsyncIterator[OfflineTrainer]:
     """Make a trainer in a scratch directory of the run, which is removed at the end; its ranks
-    start where it goes to a step. After an error the directory stays, with their logs."""
+    start where it goes to a step. After an error the directory stays, with their logs.
+
+    Raises RunLockedError where another process computes under this name."""
     scratch = RunDir(run_dir.root.absolute() / "offline" / name)
-    shutil.rmtree(scratch.root, ignore_errors=True)
-    scratch.create()
-    if run_dir.model.exists():
-        scratch.model.symlink_to(run_dir.model.absolute())
-    trainer = OfflineTrainer(run_dir, overrides, scratch)
-    try:
-        yield trainer
-        await trainer.end()
-    finally:
-        await trainer.stop()
-    shutil.rmtree(scratch.root, ignore_errors=True)
+    with run_lock(scratch):
+        clear_locked(scratch)
+        scratch.create()
+        if run_dir.model.exists():
+            scratch.model.symlink_to(run_dir.model.absolute())
+        trainer = OfflineTrainer(run_dir, overrides, scratch)
+        try:
+            yield trainer
+            await trainer.end()
+        finally:
+            await trainer.stop()
+        shutil.rmtree(scratch.root, ignore_errors=True)
 
 
 def _trains_alike(one: RunConfig, other: RunConfig) -> bool:

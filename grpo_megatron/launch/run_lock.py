@@ -3,10 +3,13 @@
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
 
-from grpo_megatron.errors import RunLockedError
+from grpo_megatron.errors import RunLockedError, SetupError, raised_as
 from grpo_megatron.launch.slurm import is_active
 from grpo_megatron.rundir import RunDir
 
@@ -14,11 +17,12 @@ from grpo_megatron.rundir import RunDir
 @contextmanager
 def run_lock(run_dir: RunDir) -> Iterator[None]:
     """Hold the directory's lock; the kernel drops it when the process ends. RunLockedError where
-    another has it, or its Slurm job has not ended: some locks do not reach beyond a node."""
+    another has it, or its Slurm job has not ended: some locks do not reach beyond a node.
+    SetupError where it can be no lock: a folder, a link to nowhere, one that may not be written."""
     job = os.environ.get("SLURM_JOB_ID", "")
     with run_dir.written():
         run_dir.root.mkdir(parents=True, exist_ok=True)
-    with open(run_dir.lock, "a+") as file:
+    with _opened(run_dir.lock) as file:
         file.seek(0)
         owner = file.read().strip()
         other = re.search(r"Slurm job (\d+)", owner)
@@ -42,3 +46,21 @@ def run_lock(run_dir: RunDir) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def clear_locked(run_dir: RunDir) -> None:
+    """Remove what is in a directory but its lock, which is held. Of a link, as to checkpoints on
+    another disk, only the link goes."""
+    for path in run_dir.root.iterdir():
+        if path == run_dir.lock:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _opened(lock: Path) -> TextIO:
+    remedy = "remove it, where nothing writes the directory"
+    with raised_as(SetupError, "cannot open the lock", OSError, where=lock, remedy=remedy):
+        return open(lock, "a+", encoding="utf-8", errors="replace")

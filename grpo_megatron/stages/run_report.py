@@ -117,7 +117,7 @@ def _shown_samples(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[str]]:
             with file.open(encoding="utf-8") as lines:  # `splitlines` ends one at U+2028 too
                 for line in lines:
                     found.append(json.loads(line))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             notes.append(f"samples: {file.name} cannot be read to its end: {error}")
     return found, notes
 

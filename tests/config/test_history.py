@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,8 @@ from grpo_megatron.config.history import (
     record_settings,
     settings_of_step,
 )
+from grpo_megatron.config.loader import load_recipe, read_resolved, write_resolved
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.rundir import RunDir
 
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4), st.sampled_from("abc")))
@@ -51,3 +54,18 @@ def test_a_run_of_an_earlier_release_has_its_newest_settings(tmp_path):
     record_first_settings(run_dir)
     record_settings(run_dir, 5)
     assert [text_of(run_dir, step) for step in (0, 4, 5, 9)] == ["old", "old", "new", "new"]
+
+
+def test_a_damaged_record_hinders_no_resume_and_is_named_where_it_is_needed(tmp_path):
+    run_dir = RunDir(tmp_path)
+    write_resolved(run_dir.config, load_recipe("demo/gspo-moe-cpu"))
+    record_settings(run_dir, 0)
+    damaged = run_dir.step_settings(0)
+    damaged.write_bytes(b"\xff" + damaged.read_bytes())
+    record_first_settings(run_dir)
+    record_settings(run_dir, 3)
+    assert settings_of_step(run_dir, 3) == run_dir.step_settings(3)
+    assert run_dir.step_settings(3).read_bytes() == run_dir.config.read_bytes()
+    with pytest.raises(ConfigError, match="cannot read the run's configuration") as caught:
+        read_resolved(settings_of_step(run_dir, 2))
+    assert caught.value.where == str(damaged)

@@ -128,3 +128,17 @@ def test_truncated_and_missing_files(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot read"):
         read_resolved(path)
+
+
+def test_what_is_no_json_is_told_without_a_place_in_it(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="configuration is damaged: Invalid JSON"):
+        read_resolved(path)
+
+
+def test_a_configuration_that_is_a_link_to_itself_is_told(tmp_path):
+    path = tmp_path / "config.json"
+    path.symlink_to(path)
+    with pytest.raises(ConfigError, match="cannot read the run's configuration"):
+        read_resolved(path)

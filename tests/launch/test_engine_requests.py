@@ -122,9 +122,11 @@ def test_a_run_that_does_not_run_is_refused(tmp_path):
         with pytest.raises(EngineError, match="did not answer within 0 s"):
             ask(run_dir, ADD, timeout_s=0.3)
     assert list(run_dir.endpoints.glob("request-*")) == []
-    run_dir.lock.write_text("process 4194305 on " + os.uname().nodename)  # it was killed
-    with pytest.raises(ConfigError, match="not running"):
-        running(run_dir.root)
+    killed = f"process 4194305 on {os.uname().nodename}"
+    for content in (killed.encode(), b"\xff\xfe"):
+        run_dir.lock.write_bytes(content)
+        with pytest.raises(ConfigError, match="not running"):
+            running(run_dir.root)
 
 
 def test_there_must_be_room(tmp_path):

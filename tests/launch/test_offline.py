@@ -11,7 +11,7 @@ import pytest
 
 from grpo_megatron.config.history import record_first_settings, record_settings
 from grpo_megatron.config.loader import read_resolved, write_resolved
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.errors import CheckpointError, RunLockedError
 from grpo_megatron.launch import offline
 from grpo_megatron.launch.offline import offline_trainer, recorded_steps
 from grpo_megatron.plan.resolve import resolve
@@ -216,3 +216,22 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_computed(tmp_path, ran
         go_to(run_dir, 3)
     assert refused.value.where == str(run_dir.step_checkpoint(2)) and ranks.asked == []
     go_to(run_dir, 1)  # computed from the weights that the run was given
+
+
+def test_two_at_once_do_not_share_their_scratch(tmp_path, ranks):
+    """The later one removed the files of the ranks of the first."""
+    run_dir = make_run(tmp_path, 2)
+
+    async def main() -> None:
+        async with offline_trainer(run_dir, (), "replay-1") as first:
+            await first.go_to(1)
+            kept = sorted(first.scratch.root.rglob("*"))
+            with pytest.raises(RunLockedError, match="is being written by process"):
+                async with offline_trainer(run_dir, (), "replay-1"):
+                    pass
+            assert sorted(first.scratch.root.rglob("*")) == kept
+            async with offline_trainer(run_dir, (), "replay-0") as other:
+                await other.go_to(0)
+
+    asyncio.run(main())
+    assert list((run_dir.root / "offline").iterdir()) == []

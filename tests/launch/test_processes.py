@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config.loader import write_resolved
-from grpo_megatron.errors import ConfigError, RunLockedError
+from grpo_megatron.errors import ConfigError, RunLockedError, SetupError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
-from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.launch.run_lock import clear_locked, run_lock
 from grpo_megatron.rundir import RunDir
 
 # starts a grandchild in the same group, prints its pid, then waits
@@ -203,8 +203,6 @@ def test_a_link_in_a_directory_that_is_no_runs_is_named(tmp_path):
 
 def test_what_links_of_an_earlier_run_point_to_stays(tmp_path):
     """Checkpoints on another disk: the new run gets a folder of its own."""
-    from grpo_megatron.launch.local import _remove_earlier_run
-
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     run_dir.lock.touch()
@@ -213,6 +211,25 @@ def test_what_links_of_an_earlier_run_point_to_stays(tmp_path):
     (other_disk / "step_000001").mkdir(parents=True)
     run_dir.checkpoints.symlink_to(other_disk)
     run_dir.export.symlink_to(tmp_path / "gone")
-    _remove_earlier_run(run_dir)
+    clear_locked(run_dir)
     assert [path.name for path in run_dir.root.iterdir()] == [".lock"]
     assert (other_disk / "step_000001").is_dir()
+
+
+def test_a_lock_that_is_no_text_is_one(tmp_path):
+    run_dir = RunDir(tmp_path)
+    run_dir.lock.write_bytes(b"\xff\xfe")
+    with run_lock(run_dir):
+        assert run_dir.lock.read_text().startswith("process ")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_can_be_no_lock_is_told(tmp_path, kind):
+    run_dir = RunDir(tmp_path)
+    if kind == "folder":
+        run_dir.lock.mkdir()
+    else:
+        run_dir.lock.symlink_to(tmp_path / "gone" / "lock")
+    with pytest.raises(SetupError, match="cannot open the lock") as caught, run_lock(run_dir):
+        pass
+    assert caught.value.where == str(run_dir.lock)

@@ -205,11 +205,13 @@ def test_what_is_lost_is_left_out(tmp_path, lost):
     ("damaged", "content", "note"),
     [
         ("result.json", b'{"eval": {"all"', "result: result.json is damaged"),
+        ("result.json", b"[" * 200_000, "result: result.json is damaged"),
         ("result.json", b"[1]", "result: result.json is damaged: no table"),
         ("result.json", b"{}", "result: result.json is damaged: no seconds"),
         ("metrics.jsonl", b"\xff no step", "steps: nothing in metrics.jsonl is a step's record"),
         ("metrics.jsonl", b"a\nb\n", "steps: this line is no metrics record"),
         ("samples/step_000001.jsonl", None, "samples: step_000001.jsonl cannot be read to its"),
+        ("samples/step_000001.jsonl", b"[" * 200_000, "samples: step_000001.jsonl cannot be read"),
         ("samples/step_000001.jsonl", b"\xff\xfe", "samples: step_000001.jsonl cannot be read"),
     ],
 )
