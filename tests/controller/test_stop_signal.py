@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE
+from tests.launch.test_processes import gone
 
 # a loop that waits, as for an engine that only a supervisor can start again
 LOOP = """
@@ -23,6 +24,19 @@ async def wait_in_vain(stop):
     await asyncio.sleep(600)
 
 asyncio.run(wait_in_vain(StopSignal(grace_s=1.0)))
+"""
+
+# starts the loop as the supervisor does, prints its pid once it is ready, and waits
+SUPERVISOR = """
+import sys, time
+from pathlib import Path
+from grpo_megatron.launch.processes import ChildProcess
+
+child = ChildProcess("c", [sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]), piped=True)
+child.start()
+child.started.stdout.readline()
+print(child.started.pid, flush=True)
+time.sleep(600)
 """
 
 
@@ -69,3 +83,15 @@ def test_one_that_never_had_a_supervisor_goes_on():
         process.wait(timeout=3.0)
     process.kill()
     process.communicate()
+
+
+def test_a_supervisor_that_is_killed_leaves_no_controller(tmp_path):
+    """The controller gets a signal as well, after which a loop that trains would end its step."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", SUPERVISOR, LOOP, str(log)]
+    supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    pid = int(supervisor.stdout.readline())
+    supervisor.kill()
+    supervisor.communicate()
+    assert gone(pid)
+    assert "the supervisor has died" in log.read_text()
