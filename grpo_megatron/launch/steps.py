@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_megatron.config.engine_places import place_of_engine
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import SetupError
 from grpo_megatron.launch.look import Look
@@ -238,13 +239,8 @@ class SlurmSteps:
 
     def _nodes_of_replica(self, index: int) -> list[str]:
         """Return the nodes of a server, of which the first answers."""
-        rollout = self.config.rollout
-        placement = self.placement
-        nodes = self._rollout_nodes()
-        gpus = placement.gpus_per_node or rollout.num_workers
-        wide = max(rollout.num_workers // gpus, 1)
-        first = index * len(nodes) // rollout.num_replicas
-        return nodes[first : first + wide]
+        place = place_of_engine(self.config, index)
+        return self._rollout_nodes()[place.nodes.start : place.nodes.stop]
 
     def controller(self) -> ChildProcess:
         """On the first node that trains; its standard output comes through srun."""

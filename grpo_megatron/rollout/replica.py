@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron import assets, progress
+from grpo_megatron.config.engine_places import place_of_engine
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RolloutConfig, RunConfig
@@ -71,7 +72,7 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     if node == 0:
         Endpoint(host, port, token).write(run_dir.endpoints / f"{name}.json")
     env[PATH_VARIABLE] = str(role_progress.absolute())
-    os.execve(argv[0], argv, {**os.environ, **env, **_gpus(config, index)})
+    os.execve(argv[0], argv, {**os.environ, **env, **gpu_variables(config, index)})
 
 
 def multi_node_arguments(
@@ -122,19 +123,15 @@ def _inherited_port(host: str) -> int:
     return port
 
 
-def _gpus(config: RunConfig, index: int) -> dict[str, str]:
-    """Return the replica's own among the node's, after those of trainer ranks on the same node."""
-    placement = config.placement
-    size = config.rollout.num_workers
-    count = placement.gpus_per_node
-    if not count or size >= count:
+def gpu_variables(config: RunConfig, index: int) -> dict[str, str]:
+    """Return what tells replica `index` which of the node's GPUs are its own; empty where all
+    are."""
+    count = config.placement.gpus_per_node
+    gpus = place_of_engine(config, index).gpus
+    if len(gpus) == count:
         return {}
-    first = 0
-    if placement.mode == "separate" and not placement.rollout_nodes:
-        first = config.trainer.num_ranks // placement.trainer_nodes
-    first += index % ((count - first) // size) * size
     there = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(there[first : first + size])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(there[gpus.start : gpus.stop])}
 
 
 def serve_command(

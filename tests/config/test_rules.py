@@ -243,6 +243,33 @@ BROKEN = [
         "placement",
         ["placement.gpus_per_node=4", "placement.rollout_nodes=1", "rollout.data_parallel_size=8"],
     ),
+    # two nodes have 2 GPUs left each, and an engine of 4 is on one node
+    (
+        "placement",
+        [
+            "trainer.num_ranks=4",
+            "placement.trainer_nodes=2",
+            "placement.gpus_per_node=4",
+            "rollout.tensor_parallel_size=4",
+        ],
+    ),
+    (
+        "placement",
+        [
+            "trainer.num_ranks=4",
+            "placement.trainer_nodes=2",
+            "placement.gpus_per_node=4",
+            "rollout.data_parallel_size=3",
+        ],
+    ),
+    (
+        "placement",
+        [
+            "placement.gpus_per_node=3",
+            "placement.rollout_nodes=2",
+            "rollout.tensor_parallel_size=4",
+        ],
+    ),
     ("allocation_sizes", ["allocation={base_samples_per_prompt=8}"]),
     (
         "allocation_sizes",

@@ -1,5 +1,6 @@
 """Rules of `[placement]`: nodes, GPUs, and who shares them."""
 
+from grpo_megatron.config.engine_places import room_for_engines
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 
@@ -44,7 +45,7 @@ def engines_have_gpus(run: RunConfig) -> Violation | None:
     """Refuse more engines than the nodes that generate have room for."""
     if not run.placement.gpus_per_node:
         return None
-    room = _room_for_engines(run)
+    room = room_for_engines(run)
     if run.num_replicas <= room:
         return None
     size = run.rollout.num_workers
@@ -71,42 +72,35 @@ def engines_have_gpus(run: RunConfig) -> Violation | None:
     )
 
 
-def _room_for_engines(run: RunConfig) -> int:
-    """Count the engines that fit. They fill nodes one by one; one that is wider than a node takes
-    whole nodes."""
-    placement = run.placement
-    size = run.rollout.num_workers
-    gpus = placement.gpus_per_node
-    shares_nodes = placement.rollout_nodes == 0
-    if shares_nodes and placement.mode == "separate":
-        gpus -= run.trainer.num_ranks // placement.trainer_nodes
-    if gpus <= 0:
-        return 0
-    nodes = placement.rollout_nodes
-    if shares_nodes:
-        nodes = placement.trainer_nodes
-    if size <= gpus:
-        return nodes * (gpus // size)
-    return nodes * gpus // size
-
-
 @PLACEMENT_RULES.rule("placement")
-def engines_of_a_server_fit_nodes(run: RunConfig) -> Violation | None:
-    """Refuse data-parallel engines that are wider than a node, or that do not fill nodes evenly."""
+def wide_servers_fill_nodes(run: RunConfig) -> Violation | None:
+    """Refuse servers that are wider than a node and do not fill nodes evenly, with whole engines
+    on each where they have several."""
     gpus = run.placement.gpus_per_node
     rollout = run.rollout
-    if not gpus or rollout.data_parallel_size == 1 or rollout.num_workers <= gpus:
+    if not gpus or rollout.num_workers <= gpus:
         return None
     tp = rollout.tensor_parallel_size
-    if gpus % tp == 0 and rollout.num_workers % gpus == 0:
+    fills_nodes = rollout.num_workers % gpus == 0
+    has_whole_engines = rollout.data_parallel_size == 1 or gpus % tp == 0
+    if fills_nodes and has_whole_engines:
         return None
+    related = ("rollout.data_parallel_size", "placement.gpus_per_node")
+    if rollout.data_parallel_size == 1:
+        return Violation(
+            "rollout.tensor_parallel_size",
+            f"an engine of {tp} GPUs does not fill nodes of {gpus}: one that is wider than a node "
+            "takes whole nodes",
+            nearest=(gpus, -(-tp // gpus) * gpus),
+            related=related,
+        )
     fitting = tuple(size for size in range(1, min(tp, gpus) + 1) if gpus % size == 0)
     return Violation(
         "rollout.tensor_parallel_size",
         f"data-parallel engines of {tp} GPUs do not fill nodes of {gpus}: a server of "
         f"{rollout.num_workers} GPUs takes whole nodes, each with whole engines",
         nearest=fitting[-1:],
-        related=("rollout.data_parallel_size", "placement.gpus_per_node"),
+        related=related,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from grpo_megatron.config.engine_places import room_for_engines
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.engine_rules import ENGINE_RULES
 from grpo_megatron.plan.memory import Plan, plan_of
@@ -105,27 +106,25 @@ def _engines(
     """Yield the recipe with engines that fill the nodes: of every tensor-parallel size that fits,
     and as the recipe has them."""
     facts = model_facts(config.model)
-    gpus = rollout_nodes * gpus_per_node
     sizes = {2**power for power in range(gpus_per_node.bit_length())}
     shapes = {(size, 1) for size in sizes if size <= gpus_per_node and gpus_per_node % size == 0}
     shapes.add((config.rollout.tensor_parallel_size, config.rollout.data_parallel_size))
+    placement = config.placement.model_copy(
+        update={"rollout_nodes": rollout_nodes, "gpus_per_node": gpus_per_node}
+    )
     for tensor_parallel, data_parallel in sorted(shapes):
         size = tensor_parallel * data_parallel
-        replicas = min(gpus // size, config.batch.num_prompts)
+        shape = {"tensor_parallel_size": tensor_parallel, "data_parallel_size": data_parallel}
+        rollout = config.rollout.model_copy(update=shape)
+        room = room_for_engines(
+            config.model_copy(update={"rollout": rollout, "placement": placement})
+        )
+        replicas = min(room, config.batch.num_prompts)
         if replicas == 0 or (size > gpus_per_node and size % gpus_per_node):
             continue
-        rollout = config.rollout.model_copy(
-            update={
-                "tensor_parallel_size": tensor_parallel,
-                "data_parallel_size": data_parallel,
-                "num_replicas": replicas,
-            }
-        )
+        rollout = rollout.model_copy(update={"num_replicas": replicas})
         if any(ENGINE_RULES.broken_names(rollout, facts, False)):  # nodes have GPUs
             continue
-        placement = config.placement.model_copy(
-            update={"rollout_nodes": rollout_nodes, "gpus_per_node": gpus_per_node}
-        )
         changed = config.model_copy(update={"rollout": rollout, "placement": placement})
         plan = plan_of(changed, device, worst_only=True)
         if plan.engine["kv_tokens"] >= rollout.max_model_len:
