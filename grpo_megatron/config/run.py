@@ -10,6 +10,7 @@ from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.allocation import AllocationConfig, SeedingConfig
 from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.critic import CriticConfig
+from grpo_megatron.config.engine_words import given_options
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.experience import ExperienceConfig
 from grpo_megatron.config.lora import ENGINE_ADAPTER, LoraConfig
@@ -347,7 +348,8 @@ class RolloutConfig(Strict):
     so are a rollout worker and a server of an environment; 0: the others go on without it. Engines
     that share GPUs with the trainer are not started again."""
     engine_arguments: tuple[str, ...] = ()
-    """More `vllm serve` arguments, passed through."""
+    """More `vllm serve` arguments, passed through. Names are written in full; what fields say, and
+    what would add workers, is refused."""
 
     @property
     def num_workers(self) -> int:
@@ -355,15 +357,16 @@ class RolloutConfig(Strict):
         return self.tensor_parallel_size * self.data_parallel_size
 
     def engine_argument(self, name: str) -> str | None:
-        """Return what stands behind one of `engine_arguments`, joined by = or as the next word.
+        """Return what stands behind one of `engine_arguments`, joined by = or as the next word; of
+        several the last, as vLLM does.
 
-        Empty where nothing does; None where the argument is not given."""
-        words = [*self.engine_arguments, ""]
-        for place, argument in enumerate(self.engine_arguments):
-            found, _, joined = argument.partition("=")
-            if found == name:
-                return joined or words[place + 1]
-        return None
+        name: with dashes, also where the argument has underscores. Empty where nothing stands
+        behind it; None where the argument is not given."""
+        found = None
+        for option in given_options(self.engine_arguments):
+            if option.name == name:
+                found = option.value
+        return found
 
     @property
     def expert_parts(self) -> int:

@@ -7,6 +7,7 @@ from functools import cache
 
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RolloutConfig
+from grpo_megatron.plan.engine_arguments import argument_problems
 from grpo_megatron.plan.model_facts import ModelFacts
 
 ENGINE_RULES = RuleSet()
@@ -118,57 +119,12 @@ def experts_are_for_all(rollout: RolloutConfig, model: ModelFacts, cpu: bool) ->
     )
 
 
-_OWN_ARGUMENTS = {
-    "--tensor-parallel-size": _TENSOR_PARALLEL_SIZE,
-    "-tp": _TENSOR_PARALLEL_SIZE,
-    "--data-parallel-size": "rollout.data_parallel_size",
-    "-dp": "rollout.data_parallel_size",
-}
-"""Arguments of vLLM that add workers, which placement, publishing and the plan count by fields."""
-
-
-_QUANTISATION_ARGUMENTS = ("--quantization", "-q", "--quantization-config")
-_SECRET_ARGUMENTS = ("--api-key", "--hf-token")
-
-
 @ENGINE_RULES.rule("engine_arguments")
 def fields_say_what_fields_are_for(
     rollout: RolloutConfig, model: ModelFacts, cpu: bool
 ) -> list[Violation]:
-    """Refuse arguments that add workers behind the back of all checks, and keys: arguments stand in
-    config.json and in the list of processes."""
-    violations = []
-    for argument in rollout.engine_arguments:
-        name = argument.partition("=")[0].replace("_", "-")  # vLLM takes both
-        if name in _SECRET_ARGUMENTS:
-            violations.append(
-                Violation(
-                    "rollout.engine_arguments",
-                    f"{name} would show a secret to everybody who lists processes",
-                    remedy="leave it out: rollout servers have a token of their own",
-                    hides_value=True,
-                )
-            )
-        if name in _QUANTISATION_ARGUMENTS:
-            violations.append(
-                Violation(
-                    "rollout.engine_arguments",
-                    f"{name}: engines keep the weights that are published, as they are published",
-                    remedy="set rollout.fp8 = 'blockwise' instead, or leave it out",
-                    related=("rollout.fp8",),
-                )
-            )
-        field = _OWN_ARGUMENTS.get(name)
-        if field is not None:
-            violations.append(
-                Violation(
-                    "rollout.engine_arguments",
-                    f"{name} is given to vLLM already",
-                    remedy=f"set {field} instead",
-                    related=(field,),
-                )
-            )
-    return violations
+    """Refuse arguments that vLLM does not take, or that only fields may say."""
+    return list(argument_problems(rollout))
 
 
 @ENGINE_RULES.rule("cpu_multiples")

@@ -11,6 +11,7 @@ from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.devices import DEFAULT_DEVICE, DEVICES, device_bytes
+from grpo_megatron.plan.engine_arguments import MEMORY_SHARE
 from grpo_megatron.plan.fp8_weights import bytes_of
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
@@ -499,5 +500,5 @@ def _trained_bytes(
 
 def _utilisation(config: RunConfig) -> float:
     """Share of a GPU that vLLM takes."""
-    given = config.rollout.engine_argument("--gpu-memory-utilization")
+    given = config.rollout.engine_argument(MEMORY_SHARE)
     return float(given or DEVICES["utilisation"])

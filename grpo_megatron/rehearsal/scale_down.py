@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.engine_words import without_option
 from grpo_megatron.config.environment import EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import DomainConfig, RewardConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.engine_arguments import MEMORY_SHARE
 from grpo_megatron.rehearsal.coin import COMPONENT as COIN
 from grpo_megatron.rehearsal.local_server import STEP_TOKEN
 
@@ -385,7 +387,7 @@ def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     changes.set("rollout.tensor_parallel_size", _two_at_most(rollout.tensor_parallel_size), why)
     changes.set("rollout.data_parallel_size", _two_at_most(rollout.data_parallel_size), why)
     changes.at_most("rollout.kv_cache_gib", rollout.kv_cache_gib, MAX_CACHE_GIB, "this machine")
-    arguments = _without_gpu_arguments(rollout.engine_arguments)
+    arguments = without_option(rollout.engine_arguments, MEMORY_SHARE)
     changes.set("rollout.engine_arguments", arguments, "arguments of a GPU")
     servers = config.placement.shared_servers
     if servers:
@@ -405,14 +407,6 @@ def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
         )
         changes.set(f"domains.{number}.accuracy", COIN, "the coin says what is correct")
         changes.set(f"domains.{number}.accuracy_threshold", 1.0, "the coin says what is correct")
-
-
-def _without_gpu_arguments(arguments: tuple[str, ...]) -> list[str]:
-    kept = list(arguments)
-    if "--gpu-memory-utilization" in kept:
-        place = kept.index("--gpu-memory-utilization")
-        del kept[place : place + 2]
-    return kept
 
 
 def _with_local_server(reward: RewardConfig, server: str) -> RewardConfig:

@@ -64,7 +64,7 @@ def test_a_trainer_that_does_not_fit_is_told_layouts_that_do(capsys):
 
 @pytest.mark.parametrize(
     ("argument", "fits"),
-    [("--gpu-memory-utilization=0.3", True), ("--gpu-memory-utilization=0.2", False)],
+    [("--gpu_memory_utilization=0.3", True), ("--gpu-memory-utilization=0.2", False)],
 )
 def test_an_engine_without_room_for_one_sequence(capsys, argument, fits):
     code = main(["plan", SMALL, f'rollout.engine_arguments=["{argument}"]'])

