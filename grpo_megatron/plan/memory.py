@@ -66,7 +66,7 @@ class Plan:
 
 def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool = False) -> Plan:
     """Return the plan of a valid recipe; `device` is a name in `devices.toml`. `worst_only`:
-    without the stages between the second and the last, which are never the fullest."""
+    without the stages that another one is always as full as."""
     hf, _ = configuration_of(config.model)
     vocab_size = vocabulary_of(hf, config.model)
     sizes = sizes_of(
@@ -87,7 +87,7 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
     pp = config.trainer.pipeline_parallel_size
     wanted = list(range(pp))
     if worst_only:
-        wanted = sorted({0, min(1, pp - 1), pp - 1})
+        wanted = _stages_that_may_be_fullest(sizes)
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
     whole = sizes_of(hf, vocab_size, TrainerConfig(vision_tower=config.trainer.vision_tower))
     engine = _engine(config, hf, vocab_size, memory)
@@ -107,6 +107,17 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
         publish=plan_publish(config, published),
         numbers=numbers,
     )
+
+
+def _stages_that_may_be_fullest(s: Sizes) -> list[int]:
+    """Return the first and the last stage, and of those between them that have the same layers the
+    first one, which holds the activations of the most micro-batches."""
+    last = s.trainer.pipeline_parallel_size - 1
+    first_with: dict[tuple[tuple[bool, ...], ...], int] = {}
+    for stage in range(1, last):
+        layers = tuple(tuple(s.layers_of(stage, chunk)) for chunk in range(s.num_chunks))
+        first_with.setdefault(layers, stage)
+    return sorted({0, last, *first_with.values()})
 
 
 def _worst_total(config: RunConfig, device: str) -> int:
@@ -235,11 +246,11 @@ def workload_of(config: RunConfig, s: Sizes) -> Workload:
 
 
 def _samples_of_update(config: RunConfig) -> int:
-    """Most samples of an optimizer step."""
+    """Most samples of an optimizer step, which has whole groups."""
     batch = config.batch
-    if config.allocation is None:
-        return batch.num_prompts * _samples_of_prompt(config) // batch.updates_per_rollout
     prompts = -(-batch.num_prompts // batch.updates_per_rollout)
+    if config.allocation is None:
+        return prompts * _samples_of_prompt(config)
     others = (batch.num_prompts - prompts) * config.allocation.base_samples_per_prompt
     return min(prompts * config.largest_group, samples_of_step(config) - others)
 

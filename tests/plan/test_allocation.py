@@ -10,6 +10,7 @@ from grpo_megatron.plan.resolve import resolve
 SIZES = [  # 64 prompts of 8 samples on average, two data-parallel ranks, 256 samples a micro-batch
     ([], 512, 512),
     (["batch.updates_per_rollout=4"], 512, 128),
+    (["batch.updates_per_rollout=3"], 512, 176),  # 21, 21 and 22 whole groups
     (["allocation={}"], 512, 512),
     # 16 prompts: at most 16 samples each, and the other 48 have at least 4
     (["batch.updates_per_rollout=4", "allocation={}"], 512, 256),

@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import memory_problems, plan_of, samples_of_step
 from grpo_megatron.plan.model_facts import read_config
@@ -52,6 +55,7 @@ MOE = {
     "moe_intermediate_size": 384,
     "norm_topk_prob": True,
 }
+PLANNED = resolve("moe/qwen3-30b-a3b").config
 SEEING = {
     **VISION,
     "hidden_size": 512,
@@ -361,3 +365,50 @@ def ratios_on(
 def test_a_step_has_the_answers_of_its_kind(recipe, answers):
     config = resolve(recipe, ["batch.num_prompts=64", "batch.num_samples_per_prompt=8"]).config
     assert samples_of_step(config) == 64 * answers
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_stage_that_is_left_out_is_never_the_fullest(tmp_path_factory, data):
+    """Layers with experts and dense ones in any order, and stages of any size."""
+    stages = data.draw(st.integers(1, 6), "stages")
+    chunks = data.draw(st.sampled_from([1, 2]), "chunks")
+    layers = stages * chunks * data.draw(st.integers(1, 3), "layers of a chunk")
+    dense = data.draw(st.sets(st.integers(0, layers - 1)), "dense layers")
+    path = tmp_path_factory.mktemp("model")
+    written = {**MOE, "num_hidden_layers": layers, "mlp_only_layers": sorted(dense)}
+    (path / "config.json").write_text(json.dumps(written))
+    trainer = PLANNED.trainer.model_copy(
+        update={
+            "num_ranks": stages,
+            "tensor_parallel_size": 1,
+            "expert_parallel_size": 1,
+            "pipeline_parallel_size": stages,
+            "virtual_pipeline_parallel_size": chunks if chunks > 1 and stages > 1 else None,
+            "max_tokens_per_microbatch": data.draw(st.sampled_from([2048, 65536]), "tokens"),
+        }
+    )
+    config = PLANNED.model_copy(
+        update={"trainer": trainer, "model": ModelConfig(path=path, preset=None)}
+    )
+    whole = plan_of(config)
+    fewer = plan_of(config, worst_only=True)
+    assert fewer.worst == whole.worst
+    assert memory_problems(config, fewer) == memory_problems(config, whole)
+
+
+def test_a_stage_with_a_dense_layer_more_is_not_taken_for_the_others():
+    """Of stages with one layer, then four each, the second has two dense layers and the third
+    none."""
+    layout = [
+        "trainer.pipeline_parallel_size=16",
+        "trainer.first_stage_layers=1",
+        "trainer.last_stage_layers=null",
+        "trainer.expert_parallel_size=16",
+        "trainer.num_ranks=512",
+        "placement.trainer_nodes=64",
+    ]
+    config = resolve("moe/deepseek-v3", layout).config
+    fewer = plan_of(config, worst_only=True)
+    assert fewer.worst == plan_of(config).worst
+    assert [rank.stage for rank in fewer.stages] == [0, 1, 2, 15]
