@@ -13,6 +13,8 @@ from grpo_megatron.cli.run_commands import Overrides, flag, print_advice
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.devices import DEFAULT_DEVICE, DEVICES
 
+_MOST_SEARCHED = 16384
+"""GPUs whose layouts are tried, which takes about a minute."""
 config_app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
 objective_app = typer.Typer(
     no_args_is_help=True, help="The objectives: what they are, what they compute."
@@ -256,9 +258,9 @@ def _require_memory(recipe: str, config: Any, found: Any, device: str) -> None:
         return
     remedies = [problem.remedy for problem in problems]
     if problems[0].rule == "trainer_memory":
-        nodes = config.placement.trainer_nodes
-        gpus = config.trainer.num_ranks // nodes
-        for row in layouts.search(config, nodes, gpus, device)[:2]:
+        placement = config.placement
+        nodes = placement.trainer_nodes
+        for row in layouts.search(config, nodes, placement.gpus_per_node, device)[:2]:
             remedies.append(f"fits: {row['settings']}")
     raise ConfigError(
         "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems),
@@ -357,7 +359,15 @@ def _search(config: Any, text: str, predictor: Any, as_json: bool) -> None:
         raise ConfigError(
             f"{text!r} is not NODESxGPUS", where="--search", remedy="for example --search 16x8"
         )
-    search(config, int(shape[1]), int(shape[2]), predictor, as_json=as_json)
+    nodes, gpus_per_node = int(shape[1]), int(shape[2])
+    if nodes * gpus_per_node > _MOST_SEARCHED:
+        most_nodes = max(_MOST_SEARCHED // gpus_per_node, 1)
+        raise ConfigError(
+            f"{text} is more than {_MOST_SEARCHED} GPUs, of which layouts are tried",
+            where="--search",
+            remedy=f"for example --search {most_nodes}x{min(gpus_per_node, _MOST_SEARCHED)}",
+        )
+    search(config, nodes, gpus_per_node, predictor, as_json=as_json)
 
 
 def print_table(

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from grpo_megatron.cli.inspect_commands import format_size, print_table
+from grpo_megatron.config.engine_places import most_ranks_of_node
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.memory import Plan, plan_of
@@ -161,11 +162,7 @@ def search(
         lambda changed, plan: predictor(changed, plan).step_s,
     )[:_SHOWN]
     if not rows:
-        raise ConfigError(
-            f"no layout of {nodes}x{gpus_per_node} fits",
-            where="--search",
-            remedy="more nodes, or fewer trainer.max_tokens_per_microbatch",
-        )
+        raise _no_layout(config, nodes, gpus_per_node)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -182,6 +179,21 @@ def search(
         )
     header = ("cost", "memory", "bubble", "step seconds", "settings")
     print_table(header, shown, labelled=True)
+
+
+def _no_layout(config: RunConfig, nodes: int, gpus_per_node: int) -> ConfigError:
+    """Say that no trainer layout fits, and why where the run's engines leave it no GPU."""
+    message = f"no layout of {nodes}x{gpus_per_node} fits"
+    remedy = "more nodes, or fewer trainer.max_tokens_per_microbatch"
+    shape = {"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
+    placement = config.placement.model_copy(update=shape)
+    if most_ranks_of_node(config.model_copy(update={"placement": placement})) == 0:
+        message += (
+            f": {config.num_replicas} engine(s) of {config.rollout.num_workers} GPU(s) leave none "
+            "for the trainer"
+        )
+        remedy = "more GPUs a node, or fewer rollout.num_replicas"
+    return ConfigError(message, where="--search", remedy=remedy)
 
 
 def _search_splits(

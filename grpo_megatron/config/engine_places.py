@@ -27,6 +27,17 @@ def gpus_for_engines(run: RunConfig) -> range:
     return range(first, max(placement.gpus_per_node, first))
 
 
+def most_ranks_of_node(run: RunConfig) -> int:
+    """Return how many trainer ranks each of the trainer's nodes has GPUs for beside the engines of
+    the run; 0: none."""
+    placement = run.placement
+    gpus = placement.gpus_per_node
+    if placement.mode == "colocated" or placement.rollout_nodes > 0:
+        return gpus
+    servers = -(-run.num_replicas // placement.trainer_nodes)
+    return max(gpus - servers * run.rollout.num_workers, 0)
+
+
 def room_for_engines(run: RunConfig) -> int:
     """Count the servers that nodes with GPUs have places for."""
     size = run.rollout.num_workers

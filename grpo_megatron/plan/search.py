@@ -5,7 +5,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from grpo_megatron.config.engine_places import most_ranks_of_node
 from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.devices import device_bytes
@@ -37,7 +39,7 @@ def search(
     found = []
     for changed, plan in fitting(config, nodes, gpus_per_node, device):
         row = {
-            "settings": settings_of(config, changed, ("trainer",)),
+            "settings": settings_of(config, changed, ("placement", "trainer")),
             "bytes": plan.worst.total,
             "cost": _cost(changed.trainer, plan, gpus_per_node),
             "bubble_fraction": plan.numbers["bubble_fraction"],
@@ -52,16 +54,34 @@ def fitting(
     config: RunConfig, nodes: int, gpus_per_node: int, device: str
 ) -> Iterator[tuple[RunConfig, Plan]]:
     """Yield the recipe with every trainer layout that fits on trainer nodes of a shape, and its
-    plan."""
-    facts = model_facts(config.model)
+    plan. Layouts have all GPUs that the run's engines leave; where none of them fits, as many on
+    every node as the next power of two."""
     placement = config.placement.model_copy(
         update={"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
     )
-    for trainer in _layouts(config.trainer, facts, nodes * gpus_per_node, gpus_per_node):
+    placed = config.model_copy(update={"placement": placement})
+    most_ranks = most_ranks_of_node(placed)
+    if most_ranks == 0:
+        return
+    are_found = False
+    for layout in _fitting_with(placed, nodes * most_ranks, device):
+        are_found = True
+        yield layout
+    power = 2 ** (most_ranks.bit_length() - 1)
+    if not are_found and power < most_ranks:
+        yield from _fitting_with(placed, nodes * power, device)
+
+
+def _fitting_with(config: RunConfig, ranks: int, device: str) -> Iterator[tuple[RunConfig, Plan]]:
+    """Yield the recipe with every layout of so many trainer ranks that fits, and its plan."""
+    facts = model_facts(config.model)
+    for trainer in _layouts(config.trainer, facts, ranks, config.placement.gpus_per_node):
         hopeless = _expert_bytes(facts, trainer) > device_bytes(device)
         if hopeless or any(TRAINER_RULES.broken_names(trainer, facts)):
             continue
-        changed = config.model_copy(update={"trainer": trainer, "placement": placement})
+        changed = config.model_copy(update={"trainer": trainer})
+        if any(PLACEMENT_RULES.broken_names(changed)):
+            continue
         plan = plan_of(changed, device, worst_only=True)
         assert plan.usable_bytes is not None  # of a placement with GPUs
         if plan.worst.total <= plan.usable_bytes:

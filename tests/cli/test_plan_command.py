@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -10,12 +11,17 @@ import pytest
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.plan.memory import memory_problems, plan_of
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.search import search
 from grpo_megatron.plan.step_memory import in_flight
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 
+COLOCATED = [
+    "placement.mode=colocated",
+    "batch.max_staleness=0",
+    'rollout.engine_arguments=["--gpu-memory-utilization=0.3"]',
+]
 SMALL, LARGE = "dense/qwen3-8b", "moe/qwen3-235b-a22b"
 
 
@@ -77,7 +83,8 @@ def test_an_engine_without_room_for_one_sequence(capsys, argument, fits):
     [
         (["--device", "h100"], "h100-80g"),
         (["--search", "4by8"], "for example --search 16x8"),
-        (["--search", "1x1"], "no layout of 1x1 fits"),
+        (["--search", "1x1"], "no layout of 1x1 fits: 4 engine(s) of 1 GPU(s) leave none"),
+        (["--search", "100000x8"], "for example --search 2048x8"),
     ],
 )
 def test_wrong_arguments(capsys, arguments, message):
@@ -86,13 +93,36 @@ def test_wrong_arguments(capsys, arguments, message):
 
 
 def test_found_layouts_are_valid_and_fit(capsys):
-    assert main(["plan", SMALL, "--search", "1x4", "--json"]) == 0
+    assert main(["plan", SMALL, "--search", "1x8", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     costs = [round(row["cost"], 3) for row in rows]
     assert costs == sorted(costs)
     for row in rows:
         plan = plan_of(resolve(SMALL, row["settings"].split()).config)
         assert plan.worst.total == row["bytes"] <= plan.usable_bytes
+
+
+@pytest.mark.parametrize(
+    ("source", "shape", "overrides"),
+    [
+        (SMALL, (1, 8), []),
+        (SMALL, (1, 7), ["rollout.num_replicas=2"]),  # five GPUs are left, no layout has five ranks
+        (SMALL, (2, 8), ["rollout.num_replicas=3"]),
+        (SMALL, (1, 8), ["placement.rollout_nodes=1", "rollout.num_replicas=8"]),
+        (SMALL, (1, 8), COLOCATED),
+        ("single_gpu/qwen3-8b-lora", (1, 4), []),
+        ("dense/qwen3-8b", (1, 8), ["kind=eval", "num_steps=0", "cold_start=null"]),
+    ],
+)
+def test_a_layout_that_is_proposed_is_one_that_is_taken(source, shape, overrides):
+    """On the GPUs that engines leave, and with settings that say all that is changed."""
+    rows = search(resolve(source, overrides).config, *shape, "h100-80g")
+    assert rows
+    for row in rows[:20]:
+        config = resolve(source, [*overrides, *shlex.split(row["settings"])]).config
+        assert memory_problems(config, plan_of(config)) == []
+        placement = config.placement
+        assert (placement.trainer_nodes, placement.gpus_per_node) == shape
 
 
 def test_shorter_last_stage_and_virtual_stages_are_found():
