@@ -66,10 +66,68 @@ directives() {
     done
 }
 
+# Options of sbatch that this script sets: short (- for none), long, and what says them.
+own_options=(
+    "-J --job-name the name of the recipe"
+    "-p --partition PARTITION or ROLLOUT_PARTITION"
+    "-N --nodes [placement] of the recipe"
+    "- --gpus-per-node placement.gpus_per_node of the recipe"
+    "-t --time TIME_LIMIT"
+    "-A --account ACCOUNT"
+    "- --signal NOTICE_S"
+    "-o --output runs_dir of the recipe: logs are in the run's directory"
+    "- --open-mode nothing: every attempt appends to one log"
+    "- --requeue MAX_RESTARTS"
+    "- --no-requeue MAX_RESTARTS=0"
+    "-a --array several recipes: a run is one job"
+)
+# refuse_own WORD: sbatch takes -X… and --long…, also shortened
+refuse_own() {
+    local given=${1%%=*} row short long meaning
+    for row in "${own_options[@]}"; do
+        read -r short long meaning <<<"$row"
+        if [[ $short != - && $1 == "$short"* && $1 != --* ]] ||
+            [[ $given == --?* && $given != --gpus && $long == "$given"* ]]; then
+            refuse "$1 in SBATCH_FLAGS would override this script's own $long; what says it is $meaning"
+        fi
+    done
+}
+
+# split_flags TEXT: into the array `flags`, at blanks outside of quotes, as a shell does; nothing in it is
+# replaced.
+split_flags() {
+    local text=$1 word='' quote='' begun='' c next i
+    for ((i = 0; i < ${#text}; i++)); do
+        c=${text:i:1} next=${text:i+1:1}
+        if [[ $c == \\ && $quote != \' && (! $quote || $next == [\"\\]) ]]; then
+            word+=$next begun=1
+            ((++i))
+        elif [[ $quote && $c == "$quote" ]]; then
+            quote=''
+        elif [[ ! $quote && $c == [\'\"] ]]; then
+            quote=$c begun=1
+        elif [[ ! $quote && $c == [[:space:]] ]]; then
+            if [[ $begun ]]; then flags+=("$word"); fi
+            word='' begun=''
+        else
+            word+=$c begun=1
+        fi
+    done
+    if [[ $quote ]]; then refuse "SBATCH_FLAGS has a quote without its end: $text"; fi
+    if [[ $begun ]]; then flags+=("$word"); fi
+}
+
+# SBATCH_FLAGS is an array of words, or a text: words between blanks, quoted where they have some.
+flags=()
+if [[ $(declare -p SBATCH_FLAGS 2>/dev/null) == "declare -a"* ]]; then
+    flags=("${SBATCH_FLAGS[@]}")
+else
+    split_flags "${SBATCH_FLAGS:-}"
+fi
+for word in "${flags[@]}"; do refuse_own "$word"; done
+
 # component PARTITION NODES [GPUS]: of the job; all of it, or one part of a hetjob
 component() {
-    local flags
-    read -ra flags <<<"${SBATCH_FLAGS:+${SBATCH_FLAGS//$'\n'/ }}"
     directives --job-name="$name" --partition="$1" --nodes="$2" --time="$limit" \
         ${ACCOUNT:+"--account=$ACCOUNT"} "${flags[@]}"
     if ((${3:-$gpus})); then directives --gpus-per-node="$gpus"; fi
@@ -100,6 +158,8 @@ if ((third)); then
     echo '#SBATCH hetjob'
     component "$ENVIRONMENT_PARTITION" "$third" 0
 fi
+
+if [[ ! ${TIME_LIMIT:-} ]]; then echo '# The site has no TIME_LIMIT: 60 minutes.'; fi
 
 # What the site's file sets or takes from the environment has the values that it has now; secrets
 # stay there, from where sbatch passes them on.

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -267,7 +268,7 @@ def test_words_of_a_script_are_as_sbatch_reads_them(given, tmp_path, monkeypatch
     words = [sbatch_word(line) for line in script.splitlines() if line.startswith("#SBATCH ")]
     assert f"--output={directory}/demo/logs/slurm-%j.out" in words
     assert "--account=a'b c\\d" in words
-    assert '--comment="#1"' in words
+    assert "--comment=#1" in words
     assert "--nodelist=node[1-4]" in words
     assert "#SBATCH --exclusive\n" in script  # what needs no quotes has none
 
@@ -288,6 +289,137 @@ def test_what_sbatch_cannot_read_is_refused(
     assert main([*command, f"runs_dir={tmp_path / directory}"]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
+
+
+OWN_SITE = "PARTITION=gpu\nactivate() {{ :; }}\n{}\n"
+
+
+def rendered(tmp_path, capsys, *lines: str) -> tuple[int, str, str]:
+    """Exit code, script and message for a site with these lines."""
+    site = tmp_path / "own.env"
+    site.write_text(OWN_SITE.format("\n".join(lines)))
+    code = main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        """SBATCH_FLAGS=(--exclusive "--comment=my run" -C 'h100&ib')""",
+        """SBATCH_FLAGS='--exclusive "--comment=my run" -C h100\\&ib'""",
+        """export SBATCH_FLAGS="--exclusive --comment='my run'
+-C 'h100&ib'\"""",
+    ],
+)
+def test_flags_are_an_array_or_a_text_with_quotes(tmp_path, capsys, flags):
+    code, script, _ = rendered(tmp_path, capsys, flags)
+    words = [sbatch_word(line) for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert code == 0
+    start = words.index("--exclusive")
+    assert words[start : start + 4] == ["--exclusive", "--comment=my run", "-C", "h100&ib"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--x 'b c'd \"e \\\" f\" g\\ h ''",
+        "--comment='it is \"x\" \\' \t --mem=0",
+        '"\\a" $HOME * [1-4] `x` #y',
+    ],
+)
+def test_a_text_of_flags_is_split_as_a_shell_does(tmp_path, capsys, text):
+    code, script, _ = rendered(tmp_path, capsys, f"SBATCH_FLAGS={shlex.quote(f'-Q {text} -Q')}")
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+    first, last = [number for number, line in enumerate(lines) if line == "#SBATCH -Q"]
+    words = []
+    for line in lines[first + 1 : last]:
+        words.append("" if line == "#SBATCH " else sbatch_word(line))
+    assert code == 0 and words == [word.replace("\t", " ") for word in shlex.split(text)]
+
+
+@pytest.mark.parametrize("flags", ["SBATCH_FLAGS=", "SBATCH_FLAGS=()", "X=1"])
+def test_a_site_may_have_no_flags(tmp_path, capsys, flags):
+    code, script, _ = rendered(tmp_path, capsys, flags)
+    assert code == 0 and "#SBATCH --gpus" not in script and '#SBATCH ""' not in script
+
+
+@pytest.mark.parametrize(
+    ("flag", "meaning"),
+    [
+        ("--time=1:00", "TIME_LIMIT"),
+        ("--tim 5", "TIME_LIMIT"),
+        ("-t5", "TIME_LIMIT"),
+        ("--signal=TERM@5", "NOTICE_S"),
+        ("--no-requeue", "MAX_RESTARTS"),
+        ("--output=x.log", "runs_dir"),
+        ("--array=0-3", "a run is one job"),
+        ("-N 3", "[placement]"),
+        ("--nodes=3", "[placement]"),
+        ("--gpus-per-node=2", "placement.gpus_per_node"),
+        ("--job-name=x", "name of the recipe"),
+        ("-A lab", "ACCOUNT"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["SBATCH_FLAGS='--exclusive {}'", "SBATCH_FLAGS=(-C x {})"])
+def test_flags_that_the_script_sets_are_refused(tmp_path, capsys, layout, flag, meaning):
+    code, script, error = rendered(tmp_path, capsys, layout.format(flag))
+    assert code == 2 and not script
+    assert f"{flag.split()[0]} in SBATCH_FLAGS" in error and meaning in error
+
+
+@pytest.mark.parametrize("flag", ["--gpus=2", "--nodelist=n1", "--time-min=5", "--mem=0", "-C p"])
+def test_other_flags_are_the_sites(tmp_path, capsys, flag):
+    code, script, _ = rendered(tmp_path, capsys, f"SBATCH_FLAGS='{flag}'")
+    assert code == 0 and f"#SBATCH {flag.split()[0]}\n" in script
+
+
+def test_a_quote_of_the_flags_has_an_end(tmp_path, capsys):
+    code, _, error = rendered(tmp_path, capsys, """SBATCH_FLAGS='--comment="my run'""")
+    assert code == 2 and "a quote without its end" in error
+
+
+def test_a_site_without_a_time_limit_is_told(tmp_path, capsys):
+    _, script, _ = rendered(tmp_path, capsys)
+    assert "#SBATCH --time=60\n" in script and "no TIME_LIMIT: 60 minutes" in script
+    _, script, _ = rendered(tmp_path, capsys, "TIME_LIMIT=60")
+    assert "no TIME_LIMIT" not in script
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+@pytest.mark.parametrize(
+    ("site", "variable", "expected"),
+    [
+        (
+            "pyxis",
+            "GRPO_MEGATRON_SRUN_FLAGS",
+            ["--container-image={image}", "--container-mounts={mounts}"],
+        ),
+        ("apptainer", "GRPO_MEGATRON_ENTER", ["--bind", "{mounts}", "{image}"]),
+    ],
+)
+def test_paths_of_containers_may_have_blanks(
+    given, monkeypatch, capsys, locale, site, variable, expected
+):
+    """As the supervisor splits them, and as the batch scripts for doctor, serve and others do."""
+    paths = {"image": "/my images/it's ü.sif", "mounts": "/a b:/a b,/c"}
+    monkeypatch.setenv("LC_ALL", locale)
+    monkeypatch.setenv("IMAGE", paths["image"])
+    monkeypatch.setenv("MOUNTS", paths["mounts"])
+    monkeypatch.setenv("BINDS", paths["mounts"])
+    assert main(["submit", "demo/gspo-moe-cpu", "--site", site, "--dry-run"]) == 0
+    settings = capsys.readouterr().out.partition("# --- the site")[2].partition("\nset --")[0]
+    scripts = assets.root() / "slurm"
+    [split] = re.findall(f"mapfile .*{variable}.*", (scripts / "doctor.sbatch").read_text())
+    array = split.split()[4]
+    show = f'printf "%s\\n" "${variable}"; {split}; printf "%s\\n" "${{{array}[@]}}"'
+    done = subprocess.run(
+        ["bash", "-c", f"#{settings}\n{show}"], capture_output=True, text=True, check=True
+    )
+    joined, *words = done.stdout.splitlines()
+    assert shlex.split(joined) == words
+    for word in expected:
+        assert word.format(**paths) in words
 
 
 RUN = """#!/usr/bin/env bash
