@@ -36,14 +36,19 @@ _SETTINGS = (
     "GRPO_MEGATRON_ENTER",
     "GRPO_MEGATRON_SRUN_FLAGS",
 )
-_ACTIVE_STATES = (
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "SUSPENDED",
-    "COMPLETING",
-    "REQUEUED",
+_ENDED_STATES = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
 )
+"""Of all others, such as REQUEUE_HOLD or SPECIAL_EXIT, a job may yet run."""
 
 
 class JobSizes(NamedTuple):
@@ -230,8 +235,10 @@ def active_job(run_dir: RunDir) -> str | None:
 
 
 def is_active(job: str) -> bool:
-    """Whether Slurm still has the job to run, to end or to start again."""
-    return state_of(job).get("JobState") in _ACTIVE_STATES
+    """Whether Slurm still has the job to run, to end or to start again; so it is in a state that
+    is not known here."""
+    state = state_of(job)
+    return bool(state) and state.get("JobState") not in _ENDED_STATES
 
 
 def state_of(job: str) -> dict[str, str]:

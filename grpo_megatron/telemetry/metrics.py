@@ -33,6 +33,7 @@ NORMALISERS = {
 }
 """What metrics are normalised by whose origin does not say so, by the start of their names."""
 NONFINITE = "telemetry/nonfinite/count"  # of a step's values, written only if there are any
+_ADDED = ("step", "time_s", NONFINITE)  # to a step's metrics, by the writer
 
 
 class MetricsWriter:
@@ -40,13 +41,14 @@ class MetricsWriter:
 
     A line is `{"step": 7, "time_s": 1764000000.1, "reward/mean": 0.5, ...}`. Opening repairs a torn
     last line. Values that are not finite are counted in `nonfinite` and become null, with a warning
-    once per name. `last_step` is the step of the last line, or None."""
+    once per name. `last_step` is the step of the last line, or None. A run that goes on knows what
+    earlier lines have, and what that is normalised by."""
 
     def __init__(self, run_dir: RunDir):
         self._run_dir = run_dir
         self.nonfinite: Counter[str] = Counter()
-        self._names: set[str] = set()
-        self._normalisers: dict[str, str] = {}
+        self._names: set[str] = set()  # of all lines
+        self._normalisers = _kept_normalisers(run_dir.metrics_normalisers)
         self.last_step: int | None = None
         self._file = self._opened(math.inf)
 
@@ -98,17 +100,20 @@ class MetricsWriter:
 
     def _opened(self, last: float) -> TextIO:
         """Open the file without a torn line and without the lines after step `last`; sets
-        `last_step`."""
+        `last_step` and the names of the lines that are kept."""
         path = self._run_dir.metrics
         old = ""
         if path.exists():
             old = path.read_text(errors="replace")
         new = ""
         self.last_step = None
+        self._names.clear()
         for line, record in _complete(old, path):
             if record["step"] <= last:
                 new += line
+                self._names.update(record)
                 self.last_step = record["step"]
+        self._names.difference_update(_ADDED)
         if new != old:
             write_atomically(path, new)
         return path.open("a", encoding="utf-8", buffering=1)
@@ -173,6 +178,16 @@ def _record_in(line: str) -> dict[str, Any] | None:
     if isinstance(record, dict) and type(record.get("step")) is int:
         return record
     return None
+
+
+def _kept_normalisers(path: Path) -> dict[str, str]:
+    """Return what a run has written of its metrics; {} where that is not there, or damaged: they
+    are then made again from the names."""
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(kept, dict):
+            return {name: str(unit) for name, unit in kept.items()}
+    return {}
 
 
 def _default_normaliser(name: str) -> str:

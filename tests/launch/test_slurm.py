@@ -649,6 +649,21 @@ def test_a_directory_that_cannot_be_made_is_one_message(job_state, capsys):
     assert "error: cannot write the run's directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("state", "active"),
+    [
+        *((state, True) for state in ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")),
+        *((state, True) for state in ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")),
+        *((state, True) for state in ("STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "NEW_ONE")),
+        *((state, False) for state in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT")),
+        *((state, False) for state in ("NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")),
+    ],
+)
+def test_a_job_has_ended_in_states_that_say_so(job_state, state, active):
+    job_state.write_text(state)
+    assert is_active("7") == active
+
+
 def test_a_run_whose_job_never_began_is_submitted_anew(job_state, capsys):
     assert submit() == 0
     assert submit("seed=1") == 9 and "grpo-megatron cancel" in capsys.readouterr().err

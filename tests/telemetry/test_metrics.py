@@ -52,6 +52,38 @@ def test_normalisers_are_kept_beside_the_file(run_dir):
     writer.close()
 
 
+def test_a_run_that_goes_on_knows_what_earlier_lines_are_normalised_by(run_dir):
+    """Of lines that are kept; names of a step that is taken back go with it."""
+    path = run_dir.metrics_normalisers
+    writer = MetricsWriter(run_dir)
+    writer.write(0, {"policy/entropy": 1, "eval/accuracy": float("nan")})
+    writer.write(1, {"policy/entropy": 1, "ratio/max": 3})
+    writer.write_normalisers(
+        {"policy/entropy": "tokens", "eval/accuracy": "groups", "ratio/max": "max"}
+    )
+    writer.close()
+    writer = MetricsWriter(run_dir)
+    writer.truncate_after(0)
+    writer.write(1, {"grad/norm": 2})
+    writer.write_normalisers({"grad/norm": "update"})
+    writer.close()
+    assert json.loads(path.read_text()) == {
+        "eval/accuracy": "groups",
+        "grad/norm": "update",
+        "policy/entropy": "tokens",
+    }
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\xff"])
+def test_damaged_normalisers_are_made_again(run_dir, content):
+    run_dir.metrics_normalisers.write_text(content, encoding="latin-1")
+    writer = MetricsWriter(run_dir)
+    writer.write(0, {"reward/mean": 1})
+    writer.write_normalisers({})
+    writer.close()
+    assert json.loads(run_dir.metrics_normalisers.read_text()) == {"reward/mean": "samples"}
+
+
 def test_what_is_written_is_what_is_returned_and_read(run_dir):
     writer = MetricsWriter(run_dir)
     metrics = {
