@@ -25,6 +25,7 @@ _WORDS: dict[str, str] = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
+    "float_parsing": "must be a number",
     "bool_type": "must be true or false",
     "string_type": "must be text",
     "path_type": "must be a path",
@@ -183,10 +184,7 @@ def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
     value = error["input"]
     context = error.get("ctx", {})
     choices = list(map(str, schema.choices_at(path)))
-    message = error["msg"]
-    if kind in _WORDS:
-        words = {**context, "choices": ", ".join(choices)}
-        message = _WORDS[kind].format(**words)
+    message = in_words(error, choices)
     bound = context.get("ge", context.get("le"))
     if choices:
         near = nearest(str(value), choices, count=1)
@@ -212,6 +210,17 @@ def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
         meaning=schema.meaning_of(path),
         remedy=remedy,
     )
+
+
+def in_words(error: Mapping[str, Any], choices: Sequence[str]) -> str:
+    """Return what is wrong with a value by one of Pydantic's errors, in the words of a recipe.
+
+    choices: all values that there are, where these are told one by one."""
+    message: str = error["msg"]
+    if error["type"] in _WORDS:
+        words = {**error.get("ctx", {}), "choices": ", ".join(choices)}
+        message = _WORDS[error["type"]].format(**words)
+    return message
 
 
 def _meant(value: Any, kind: str) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, ValidationError
+from pydantic_core import ErrorDetails
 
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
@@ -21,6 +22,7 @@ from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RUN_NAME, ModelConfig, RunConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_toml
+from grpo_megatron.config.validation import in_words
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.critic_model import why_not_a_critic
 from grpo_megatron.plan.lora import why_not_adapters
@@ -34,6 +36,7 @@ _OTHER_FILES = ("records", "report.html")
 """What a graph's directory has beside the runs of its stages."""
 _ADAPTERS_KEY = "lora.path"
 _SET_BY_THE_GRAPH = ("name", "runs_dir")
+_QUOTED = re.compile(r"'([^']*)'")
 _DATA_KEY = re.compile(r"domains\.\d+\.path")
 _OUTPUTS = {"rejection_sample": "a data set", "experience": "lessons", "eval": "only numbers"}
 """By kind of stage; every other one gives a checkpoint."""
@@ -297,12 +300,7 @@ def load_graph(path: str | Path) -> Graph:
     try:
         graph = Graph(file, GraphFile.model_validate(file.values))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"{dotted(first['loc'])}: {first['msg']}",
-            where=file.where(tuple(first["loc"])),
-            remedy="a stage has " + ", ".join(Stage.model_fields),
-        ) from None
+        raise _error_of_file(file, error.errors(include_url=False)) from None
     _refuse_places(graph.table.settings, "the graph", file.where(("settings",)))
     for name in graph.table.stages:
         _check_name(graph, name)
@@ -320,6 +318,30 @@ def load_graph(path: str | Path) -> Graph:
             _check_critic(graph, name)
             _check_adapters(graph, name)
     return graph
+
+
+def _error_of_file(file: TomlFile, errors: Sequence[ErrorDetails]) -> ConfigError:
+    """Return what is wrong in a graph's file, first of all unknown keys: what they may be mistyped
+    for is missing then."""
+    error = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    path = error["loc"]
+    key = str(path[-1])
+    owner, known = "the graph", list(GraphFile.model_fields)
+    if path[0] == "stages" and len(path) > 1:
+        owner, known = f"stage {path[1]}", list(Stage.model_fields)
+    remedy = f"{owner} has {', '.join(known)}"
+    if error["type"] == "extra_forbidden":
+        message = "unknown key"
+        remedy = did_you_mean(key, known)
+    elif error["type"] == "missing":
+        message = "is required"
+        remedy = f"add {key} to {owner}"
+    else:
+        choices = _QUOTED.findall(error.get("ctx", {}).get("expected", ""))
+        message = in_words(error, choices)
+        if error["type"] == "tuple_type" and isinstance(error["input"], str):
+            remedy = f"write {key} = {as_toml([error['input']])}"
+    return ConfigError(f"{dotted(path)}: {message}", where=file.where(path), remedy=remedy)
 
 
 def _refuse_places(settings: Sequence[str], owner: str, where: str) -> None:

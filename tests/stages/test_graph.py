@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -150,7 +151,7 @@ def test_a_stage_gets_settings_inputs_and_gates(graph_file):
             'optimizer.lr=1e-4"]\ndtype = "float16"',
             ["stage one takes no dtype"],
         ),
-        ("two = 0.5", "two = -0.5", ["stages.soup.merge.two", "greater than 0"]),
+        ("two = 0.5", "two = -0.5", ["stages.soup.merge.two", "must be more than 0"]),
         (
             "eval.plus",
             "eval.pluss",
@@ -735,6 +736,35 @@ RESULT = {"seconds": 12.0, "eval": {"math": {"accuracy": 0.5, "pass_at_4": 0.75}
 )
 def test_gates(text, seen):
     assert parse_gate(text).check(RESULT) == seen
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "remedy"),
+    [
+        ("runs_dir =", "settigs = []\nruns_dir =", "settigs: unknown key", "'settings'"),
+        ('name = "tiny"', 'nmae = "tiny"', "nmae: unknown key", "'name'"),
+        ('name = "tiny"', "", "name: is required", "add name to the graph"),
+        ("runs_dir =", 'settings = "seed=3"\nruns_dir =', "settings: must be a", '["seed=3"]'),
+        ("inputs =", "input =", "stages.one.input: unknown key", "did you mean 'inputs'"),
+        ("inputs =", "recpie = 1\ninputs =", "stages.one.recpie: unknown key", "'recipe'"),
+        ("inputs =", 'dtype = "float8"\ninputs =', "must be one of: float32, bf", "stage one has"),
+        ("one = 0.5", "one = 0", "stages.soup.merge.one: must be more than 0", "stage soup has"),
+        ("one = 0.5", 'one = "x"', "stages.soup.merge.one: ", "stage soup has recipe"),
+    ],
+)
+def test_a_wrong_key_of_a_graph_is_told_in_its_words(graph_file, old, new, message, remedy):
+    with pytest.raises(ConfigError) as error:
+        load_graph(changed(graph_file, old, new))
+    assert message in error.value.message and remedy in error.value.remedy
+    assert "graph.toml" in error.value.where and "valid" not in error.value.message
+
+
+def test_gates_of_a_stage_are_a_list(graph_file):
+    text = re.sub(r"gates = .*", 'gates = "steps >= 1"', graph_file.read_text())
+    graph_file.write_text(text)
+    with pytest.raises(ConfigError, match=r"stages.one.gates: must be a list") as error:
+        load_graph(graph_file)
+    assert error.value.remedy == 'write gates = ["steps >= 1"]'
 
 
 @pytest.mark.parametrize("text", ["eval.maths.accuracy >= 0.5", "eval.math >= 0.5"])
