@@ -24,6 +24,7 @@ _ACCURACY_OF_ALL = f"eval.{OF_ALL}.accuracy"
 _SAMPLED = ("pass_at_", "majority_at_")
 _SHARES = ("accuracy", "first_error", *_SAMPLED)
 """How the names of values between 0 and 1 begin."""
+_NEVER_NEGATIVE = ("seconds", "steps", "accelerator_hours", "prompts")
 SYNTAX = (
     "write eval.DOMAIN.METRIC >= NUMBER (eval.all for all prompts; also seconds, "
     "steps, accelerator_hours), or: no domain drops more than 0.02 against RUN"
@@ -155,6 +156,28 @@ def _refuse_beyond_shares(gate: Gate) -> None:
         raise ConfigError(
             f"{gate.text!r} asks for what no accuracy is: they lie between 0 and 1",
             remedy="write a share, 0.6 for 60 %",
+        )
+
+
+def refuse_beyond_reach(gate: Gate, num_steps: int) -> None:
+    """Raise ConfigError for a gate that cannot be open: it asks for fewer than no seconds, steps or
+    prompts, or for more than the `num_steps` of the run."""
+    if gate.against is not None or gate.name.rpartition(".")[2] not in _NEVER_NEGATIVE:
+        return
+    is_below = gate.compare in ("<", "<=") and not _COMPARE[gate.compare](0, gate.limit)
+    if is_below:
+        raise ConfigError(
+            f"{gate.text!r} can never be open: {gate.name} is never below 0",
+            remedy="write a limit above 0",
+        )
+    most = math.inf
+    if gate.name == "steps":
+        most = num_steps
+    is_above = gate.compare in (">", ">=") and not _COMPARE[gate.compare](most, gate.limit)
+    if is_above:
+        raise ConfigError(
+            f"{gate.text!r} can never be open: the run has num_steps = {num_steps}",
+            remedy=f"write steps >= {num_steps}, or raise num_steps",
         )
 
 

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
-from grpo_megatron.config.gates import evaluated_domains, parse_gate
+from grpo_megatron.config.gates import evaluated_domains, parse_gate, refuse_beyond_reach
 from grpo_megatron.config.keys import dotted
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe
 from grpo_megatron.config.problems import as_toml
@@ -405,7 +405,9 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
     _refuse_places(stage.settings, f"stage {name}", graph.file.where(("stages", name, "settings")))
     for text in stage.gates:
         try:
-            parse_gate(text)
+            gate = parse_gate(text)
+            if stage.recipe is None and gate.name in _MEASURED_BY_MERGES:
+                refuse_beyond_reach(gate, num_steps=0)
         except ConfigError as error:
             error.where = f"stage {name}, {graph.file.where(('stages', name, 'gates'))}"
             raise

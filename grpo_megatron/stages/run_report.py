@@ -22,7 +22,7 @@ from grpo_megatron.stages.conversations import Conversations
 from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.moved_samples import moved_samples
 from grpo_megatron.stages.token_text import Decode, decoder, text_pieces
-from grpo_megatron.telemetry.events import read_events
+from grpo_megatron.telemetry.events import num_damaged_events, read_events
 from grpo_megatron.telemetry.metrics import metrics_so_far
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 
@@ -37,6 +37,9 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
     config = read_resolved(run_dir.config).config
     events = read_events(run_dir.events)
     samples, notes = _shown_samples(run_dir)
+    num_damaged = num_damaged_events(run_dir.events)
+    if num_damaged:
+        notes.append(f"events: {num_damaged} line(s) of events.jsonl are no events")
     found: dict[str, Any] = {
         "name": run_dir.root.resolve().name,
         "config": config.model_dump(mode="json"),

@@ -28,13 +28,24 @@ def append_event(path: Path, kind: str, /, *, time_s: float | None = None, **fie
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return every event in file order; lines torn by a crash, and what is no event, are left out;
     [] without a file."""
+    return [event for event in _lines(path) if event is not None]
+
+
+def num_damaged_events(path: Path) -> int:
+    """Count the lines that `read_events` leaves out; 0 without a file."""
+    return _lines(path).count(None)
+
+
+def _lines(path: Path) -> list[dict[str, Any] | None]:
+    """Return the event of every line, None for a damaged one."""
     if not path.exists():
         return []
-    events = []
+    events: list[dict[str, Any] | None] = []
     for line in path.read_bytes().splitlines():
         event = None
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
-        if isinstance(event, dict) and "kind" in event:
-            events.append(event)
+        if not isinstance(event, dict) or "kind" not in event:
+            event = None
+        events.append(event)
     return events

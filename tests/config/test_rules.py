@@ -340,6 +340,11 @@ BROKEN = [
     ("gate", ['gates=["eval.addition.acuracy >= 0.5"]']),
     ("gate", ['gates=["eval.all.pass_at_4 >= 0.5"]']),
     ("gate", ['gates=["eval.addition.accuracy >= 1.6"]']),
+    ("gate", ['gates=["seconds <= -5"]']),
+    ("gate", ['gates=["seconds < 0"]']),
+    ("gate", ['gates=["eval.addition.prompts <= -1"]']),
+    ("gate", ["num_steps=2", 'gates=["steps >= 1000"]']),
+    ("gate", ["num_steps=2", 'gates=["steps > 2"]']),
     ("gate", ["data.num_heldout=0", 'gates=["eval.addition.accuracy >= 0.5"]']),
     ("gate", ["data.num_heldout=0", 'gates=["no domain drops more than 0.1 against runs/a"]']),
     (
@@ -530,6 +535,7 @@ def test_a_rule_set_fills_in_names_and_values():
         ["batch.num_samples_per_prompt=1", "kind=sft", "cold_start=null"],
         ["publish.num_senders=3"],  # of earlier versions: without effect
         ["model.preset=qwen3-8b", "model.path=/x"],
+        ["num_steps=2", 'gates=["steps >= 2", "seconds >= 3", "steps < 1", "seconds <= 60"]'],
         ["placement.gpus_per_node=3"],
         ["placement.gpus_per_node=2", "placement.mode=colocated", "rollout.num_replicas=2"],
         [

@@ -151,6 +151,7 @@ def test_a_stage_gets_settings_inputs_and_gates(graph_file):
             'optimizer.lr=1e-4"]\ndtype = "float16"',
             ["stage one takes no dtype"],
         ),
+        ("[stages.final]", 'gates = ["seconds <= -5"]\n[stages.final]', ["soup", "below 0"]),
         ("two = 0.5", "two = -0.5", ["stages.soup.merge.two", "must be more than 0"]),
         (
             "eval.plus",

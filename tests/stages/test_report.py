@@ -230,6 +230,17 @@ def test_what_is_damaged_is_a_note(tmp_path, damaged, content, note):
     assert len(run["samples"]) >= num_whole
 
 
+def test_damaged_events_are_a_note(tmp_path):
+    run_dir = write_run(tmp_path / "run", 1, stored=0)
+    append_event(run_dir.events, "kernels", kernels=[])
+    before = data_of(write_report(str(run_dir.root)))["runs"][0]
+    with run_dir.events.open("ab") as file:
+        file.write(b'{"time_s": 1, "ki\n[1]\n')
+    run = data_of(write_report(str(run_dir.root)))["runs"][0]
+    assert run["events"] == before["events"] and before["notes"] == []
+    assert run["notes"] == ["events: 2 line(s) of events.jsonl are no events"]
+
+
 def test_an_event_without_its_kernels_tells_none(tmp_path):
     run_dir = write_run(tmp_path / "run", 1, stored=0)
     append_event(run_dir.events, "kernels")

@@ -1,6 +1,6 @@
 """Rules between the tables of a run: model, data, batches, sampling, engines, publishing."""
 
-from grpo_megatron.config.gates import parse_gate, result_names
+from grpo_megatron.config.gates import parse_gate, refuse_beyond_reach, result_names
 from grpo_megatron.config.objective import OF_TURNS
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
@@ -480,13 +480,13 @@ def rates_decay_downwards(run: RunConfig) -> list[Violation]:
 
 @RUN_RULES.rule("gate")
 def gates_can_be_read(run: RunConfig) -> list[Violation]:
-    """Refuse gates that are no conditions, of values that the run does not measure, or of shares
-    beyond 0 to 1."""
+    """Refuse gates that are no conditions, of values that the run does not measure, or of what
+    they cannot be: shares beyond 0 to 1, more steps than the run has."""
     names = result_names(run)
     found = []
     for text in run.gates:
         try:
-            parse_gate(text, names)
+            refuse_beyond_reach(parse_gate(text, names), run.num_steps)
         except GrpoMegatronError as error:
             found.append(Violation("gates", error.message, remedy=error.remedy or ""))
     return found
