@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.plan.timing.staleness import (
@@ -134,7 +134,7 @@ def documented_form(
         if trains_s + of.after_s < sampling_s + scoring_s:
             return step_s, 1.0
         return None
-    engines_s = sampling_s + of.publish_s
+    engines_s = max(sampling_s + of.publish_s, scoring_s)
     if ahead == 1:
         engines_s = sampling_s + scoring_s
         if trains_s < sampling_s:
@@ -161,6 +161,17 @@ def documented_form(
     publish_s=st.floats(0, 1.5),
     check_s=st.floats(0, 1.5),
     after_s=st.floats(0, 2),
+)
+@example(  # recording a step takes longer than sampling it
+    ahead=2,
+    waits=False,
+    token_s=0.0625,
+    reward_s=0.0,
+    record_s=1.0,
+    train_s=0.25,
+    publish_s=0.0,
+    check_s=0.0,
+    after_s=0.9,
 )
 def test_the_documented_forms_hold(ahead, waits, **durations):
     waits = waits or ahead == 0
