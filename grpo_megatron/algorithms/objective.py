@@ -340,7 +340,8 @@ def second_moment(objective: Objective, batch: LossBatch, stats: Stats) -> Tenso
     """Among the tokens that the step makes likelier though they already are (A > 0, r > 1), or less
     likely (A < 0, r < 1), those with the largest `(log r)^2`, as many as it takes for the mean of
     the others to be `m2po_limit` at most (M2PO, arXiv:2510.01161; `algorithms.token_selection`).
-    `r = pi_old / pi_engine`, over the whole optimizer step."""
+    `r = pi_old / pi_engine`, over the whole optimizer step. Refused where a ratio of sequences or
+    turns gives all of their tokens one term."""
     assert batch.outlying is not None  # see `LossConstants.outlying`
     return batch.outlying
 

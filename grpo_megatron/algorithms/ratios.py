@@ -203,7 +203,9 @@ def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) 
 
 @MISMATCH.register("icepop")
 def icepop(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tensor:
-    """`rho_t` where it is within [mismatch_min, mismatch_max], else 0 (IcePop)."""
+    """`rho_t` where it is within [mismatch_min, mismatch_max], else 0 (IcePop). With a ratio of
+    sequences or turns it weighs the token's term, whose gradient all of their tokens share: a token
+    with weight 0 still moves by the terms of the others."""
     rho = log_rho.exp()
     return torch.where((rho >= o.mismatch_min) & (rho <= o.mismatch_max), rho, 0.0)
 
@@ -211,7 +213,8 @@ def icepop(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tenso
 @MISMATCH.register("kpop")
 def kpop(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tensor:
     """`rho_t` where `max(KL(p || q), KL(q || p)) <= kpop_threshold`, else 0: p the trainer's and q
-    the engine's probability of the token against all others together (KPop, after IcePop)."""
+    the engine's probability of the token against all others together (KPop, after IcePop). With a
+    ratio of sequences or turns it weighs terms, as `icepop` does."""
     trainer = inputs.old_logprobs
     engine = inputs.rollout_logprobs
     divergence = torch.maximum(binary_kl(trainer, engine), binary_kl(engine, trainer))

@@ -204,7 +204,7 @@ def servers_answer_top_k_at_temperature_one(run: RunConfig) -> list[Violation]:
 
 @DISTILLATION_RULES.rule("sampled_tokens")
 def sampled_mode_goes_by_the_policys_samples(run: RunConfig) -> list[Violation]:
-    """Refuse foreign samples and temperatures in mode sampled, a policy gradient."""
+    """Refuse foreign samples, temperatures and forward KL in mode sampled, a policy gradient."""
     if run.distillation is None or run.distillation.mode != "sampled":
         return []
     wrong = []
@@ -212,6 +212,8 @@ def sampled_mode_goes_by_the_policys_samples(run: RunConfig) -> list[Violation]:
         wrong.append("samples")
     if run.distillation.temperature is not None:
         wrong.append("temperature")
+    if run.distillation.forward_weight > 0:
+        wrong.append("forward_weight")
     found = []
     for field in wrong:
         violation = Violation(

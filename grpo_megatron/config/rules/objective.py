@@ -251,19 +251,29 @@ def vespo_has_sequence_ratios(objective: ObjectiveConfig) -> Violation | None:
 
 
 @OBJECTIVE_RULES.rule("objective")
-def selected_tokens_have_terms_of_their_own(objective: ObjectiveConfig) -> Violation | None:
+def selected_tokens_have_terms_of_their_own(objective: ObjectiveConfig) -> list[Violation]:
     """Refuse a choice of tokens where a sequence has one term, whose gradient all tokens share."""
-    if objective.top_entropy_share == 1 or objective.clip in _TERMS_OF_TOKENS:
-        return None
+    if objective.clip in _TERMS_OF_TOKENS:
+        return []
     if objective.ratio not in (*ONE_TERM_A_SEQUENCE, "turn_geo"):
-        return None
-    return Violation(
-        "objective.top_entropy_share",
-        f"a {objective.ratio} ratio gives all tokens of a sequence one term: none can be left out",
-        nearest=(1.0,),
-        remedy="use sequence_token or token",
-        related=("objective.ratio",),
-    )
+        return []
+    choices: dict[str, object] = {}
+    if objective.top_entropy_share < 1:
+        choices["top_entropy_share"] = 1.0
+    if objective.off_policy_mask == "m2po":
+        choices["off_policy_mask"] = "none"
+    found = []
+    for field, without_choice in choices.items():
+        violation = Violation(
+            f"objective.{field}",
+            f"a {objective.ratio} ratio gives all tokens of a sequence one term: none can be left "
+            "out",
+            nearest=(without_choice,),
+            remedy="use sequence_token or token",
+            related=("objective.ratio",),
+        )
+        found.append(violation)
+    return found
 
 
 @OBJECTIVE_RULES.rule("objective")
