@@ -22,6 +22,7 @@ from grpo_megatron.trainer.steps.optimizer_step import (
     prepare,
     sharing_metrics,
     train_step,
+    untruncated,
 )
 from grpo_megatron.trainer.steps.teachers import Teachers
 
@@ -145,7 +146,8 @@ def _distillation_loss(
         divergences = output[-1]
         meter.set_mean("distillation/kl", divergences)
         return _weighted_sum(weights, divergences)
-    advantages = _teacher_advantages(microbatch, logprobs.detach())
+    # as the teachers' are; only ratios and the surrogate are over what sampling kept
+    advantages = _teacher_advantages(microbatch, untruncated(output).detach())
     rho = log_rho.exp()
     is_inside = rho >= config.objective.mismatch_min
     is_inside &= rho <= config.objective.mismatch_max
@@ -164,7 +166,8 @@ def _weighted_sum(weights: float | torch.Tensor, values: torch.Tensor) -> torch.
 
 
 def _teacher_advantages(microbatch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
-    """`log q - log p` of the sampled tokens, over teachers by weight. logprobs: [n]."""
+    """`log q - log p` of the sampled tokens, over teachers by weight, [n]. logprobs: over the whole
+    vocabulary, [n]."""
     advantages = torch.zeros_like(logprobs)
     for teacher in microbatch.teachers:
         assert teacher.logprobs is not None  # mode "sampled"

@@ -309,6 +309,58 @@ def test_sampled_mode_has_the_gradient_of_reverse_kl_on_average():
     np.testing.assert_allclose(logits.grad, golden["grad_student_logits"], atol=1e-6)
 
 
+def test_a_teacher_like_the_student_teaches_nothing_where_sampling_truncates(
+    world1, moe_model, tmp_path
+):
+    """Both are asked for log-probs over the whole vocabulary; ratios are over the kept ids."""
+    samples = write_samples(
+        tmp_path / "step_000001", num_updates=3, num_domains=2, seed=5, truncated=True
+    )
+    found = world1.run(
+        CASES + "distil",
+        model=moe_model,
+        samples=samples,
+        layout={},
+        distillation={"mode": "sampled", "teachers": [{"path": moe_model}]},
+    )
+    assert found["metrics"]["mismatch/rejected"] < 0.9  # some tokens are in the loss
+    # of the first update: after it Adam has made steps of what rounding has left
+    assert found["losses"][0] == pytest.approx(0, abs=1e-6)
+    assert found["grad_norms"][0] == pytest.approx(0, abs=1e-5)
+
+
+def test_advantages_are_over_the_vocabulary_and_ratios_over_the_kept_ids():
+    from types import SimpleNamespace
+
+    from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before Megatron)
+
+    # isort: split
+    from grpo_megatron.algorithms.stats import MetricRecorder
+    from grpo_megatron.config.objective import ObjectiveConfig
+    from grpo_megatron.config.run import DistillationConfig
+    from grpo_megatron.trainer.steps.token_update import _distillation_loss
+    from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens
+
+    config = SimpleNamespace(
+        objective=ObjectiveConfig(),
+        distillation=DistillationConfig(teachers=[{"path": "t"}], mode="sampled"),
+    )
+    over_kept = torch.tensor([-0.5, -1.0, -0.3], requires_grad=True)
+    over_vocabulary = torch.tensor([-0.9, -1.6, -0.3])
+    output = torch.stack([over_kept, torch.ones(3), over_vocabulary])
+    of_teacher = torch.tensor([-0.7, -1.6, -0.8])
+    rho = torch.tensor([1.2, 0.8, 1.0])
+    microbatch = SimpleNamespace(
+        rollout_logprobs=over_kept.detach() - rho.log(),
+        teachers=[TeacherTokens(torch.arange(3), 1.0, None, logprobs=of_teacher)],
+    )
+    meter = MetricRecorder(None, None, ())
+    _distillation_loss(config, microbatch, output, 1.0, meter).backward()
+    expected = -rho * torch.tensor([0.2, 0.0, -0.5])
+    np.testing.assert_allclose(over_kept.grad, expected, atol=1e-6)
+    assert meter.stats.result()["distillation/kl"] == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.matrix), "topk_tail"])
 def test_a_student_approaches_its_teacher(world1, moe_model, teachers, samples, mode):
     """On samples that are not its own."""
