@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -99,11 +100,13 @@ def write_samples(
     num_domains: int = 1,
     hf: dict | None = None,
     truncated: bool = False,
+    cut_groups: Collection[int] = (),
     max_tokens: int = 19,
     teacher_logprobs: dict[str, np.ndarray] | None = None,
 ) -> str:
     """Ragged samples with random rewards, plausible behaviour log-probs and, where the model `hf`
-    is given, random routes; `truncated`: with random kept sets, some of which are not known.
+    is given, random routes; `truncated`: with random kept sets, some of which are not known;
+    `cut_groups`: whose samples have all reached their limit of tokens.
 
     All samples of a group have the same routes on their prompt, but for the last one."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
@@ -140,6 +143,7 @@ def write_samples(
             group * num_updates // num_groups,
             float(rng.normal()),
             group % num_domains,
+            truncated=group in cut_groups,
         )
         for i in range(num_groups * num_samples)
     ]

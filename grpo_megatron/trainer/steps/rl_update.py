@@ -83,7 +83,10 @@ class Training:
         self.recorded_masks: list[list[MaskRecord]] = []
         """By epoch, of every micro-batch."""
         self.source = RouteSource(config, policy.replay, table)
-        self.updates = self._plan()
+        self.prepared = self._plan()
+        """Updates whose tokens are looked at before the first optimizer step."""
+        self.updates = [update for update in self.prepared if len(update.episodes)]
+        """Those of them with a sample in the loss, which are trained."""
         self.is_untouched = True
         """Whether the weights are still those from before the step."""
         self.value_targets: ValueTargets
@@ -95,7 +98,8 @@ class Training:
         return int(self.table.update.max(initial=-1)) + 1
 
     def _plan(self) -> list[UpdateBatch]:
-        """Plan the optimizer steps that have samples to train; the others are skipped."""
+        """Plan the optimizer steps that have samples to train, and the others, which are skipped,
+        where advantages may be made of their tokens."""
         is_trained = select(self.objective, self.batch).numpy()[self.table.episode]
         updates = []
         experts = expert_loads(self.config, self.table, self.policy.replay.shape)
@@ -103,10 +107,12 @@ class Training:
             all_rows = np.flatnonzero(self.table.update == number)
             rows = all_rows[is_trained[all_rows]]
             if self.table.policy_lengths[rows].sum() == 0:
-                continue
+                rows = rows[:0]
             computed = rows
             if self.needs:  # advantages may be made of tokens of samples that have no loss
                 computed = all_rows
+            if self.table.policy_lengths[computed].sum() == 0:
+                continue
             update = optimizer_step.prepare(
                 self.config.trainer, self.table, computed, rows, experts
             )
@@ -209,7 +215,7 @@ class Training:
         seconds."""
         began = time.perf_counter()
         if self.critic is not None:
-            self.critic.compute_values(self.updates)
+            self.critic.compute_values(self.prepared)
         return time.perf_counter() - began
 
     def _train_critic(self, critic: Critic, num_updates: int) -> list[Stats]:
@@ -254,16 +260,16 @@ class Training:
             num_updates=self.config.batch.epochs * len(self.updates),
             is_stale=self.table.manifest.stale,
         ):
-            for update in self.updates:
+            for update in self.prepared:
                 self._old_pass(update)
         if self.objective.wants_reference:
             found = self.references.logprobs(
                 self.policy,
-                self.updates,
+                self.prepared,
                 self.objective,
                 self.table.of_episodes(self.table.domain),
             )
-            for update, of_update in zip(self.updates, found, strict=True):
+            for update, of_update in zip(self.prepared, found, strict=True):
                 for microbatch, logprobs in zip(update.microbatches, of_update, strict=True):
                     microbatch.ref_logprobs = logprobs
 
@@ -306,9 +312,9 @@ class Training:
     def _gathered(self, column: Callable[[MicroBatch], torch.Tensor]) -> torch.Tensor:
         """Return a column of all micro-batches, fp32 [n] in the table's order, on every rank."""
         values = []
-        for update in self.updates:
+        for update in self.prepared:
             values.append([column(microbatch) for microbatch in update.microbatches])
-        return optimizer_step.gather_tokens(self.batch, self.updates, values)
+        return optimizer_step.gather_tokens(self.batch, self.prepared, values)
 
     def _shuffled(self, advantages: Advantages) -> Advantages:
         """Give every sample another one's advantage: the negative control."""
