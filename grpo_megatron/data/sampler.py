@@ -20,7 +20,8 @@ class PromptSampler:
     Domains take turns by smooth weighted round-robin: each turn is that of the domain that is
     furthest behind its share, N·w/Σw of N turns. Of k domains none is ever a whole prompt ahead of
     its share, or more than 1/2 + 1/3 + … + 1/k prompts behind it. A domain that runs out in a draw
-    with excluded prompts does not make up for the turns that it missed.
+    with excluded prompts does not make up for the turns that it missed. One of weight 0 has no
+    turns, also where all others have run out.
 
     Within an epoch of a domain no prompt repeats; within a batch none does either. With
     `curriculum` they are drawn by success rate instead of epoch by epoch. `size_setting` says how
@@ -63,7 +64,8 @@ class PromptSampler:
         """Return the next `n` distinct prompts, none with an id in `exclude`.
 
         Where `exclude` is given, a domain that has no others left is out of the turns from the
-        first one that it cannot take; there are fewer than `n` only where no domain has any.
+        first one that it cannot take; there are fewer than `n` only where no domain with a weight
+        has any.
         Without it, too few prompts of a domain are a DataError."""
         turns = self._turns(n, exclude)
         waiting: dict[str, Iterator[Prompt]] = {}
@@ -120,7 +122,7 @@ class PromptSampler:
         for name, prompts in self._prompts.items():
             left[name] = len(prompts) - len(prompts.keys() & (exclude or ()))
         had = self._had()
-        taking_turns = list(had)
+        taking_turns = [name for name in had if self._weights[name] > 0]
         used_up: list[str] = []
         turns: list[str] = []
         while len(turns) < n and taking_turns:

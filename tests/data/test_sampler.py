@@ -8,7 +8,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config.run import CurriculumConfig
@@ -175,6 +175,25 @@ def test_a_step_lacks_prompts_only_where_it_has_had_all(sizes, weights, steps):
             assert len(batch) == min(n, sum(sizes) - len(had))
             had += batch
             assert len(set(had)) == len(had)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=3, max_size=3).filter(any),
+    steps=STEPS,
+)
+@example(weights=[1.0, 0.0, 0.0], steps=[[6, 4, 4], [3]])
+def test_domains_without_a_weight_have_no_turns_also_where_the_others_run_out(weights, steps):
+    by_name = dict(zip(["a", "b", "c"], weights, strict=True))
+    sampler = make(dict.fromkeys(by_name, 6), weights=by_name)
+    weighted = {name for name, weight in by_name.items() if weight > 0}
+    for counts in steps:
+        had: list[str] = []
+        for n in counts:
+            batch = sampler.draw(n, had)
+            assert {p.domain for p in batch} <= weighted
+            assert len(batch) == min(n, 6 * len(weighted) - len(had))
+            had += ids(batch)
 
 
 @settings(max_examples=60, deadline=None)
