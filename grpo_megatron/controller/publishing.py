@@ -32,7 +32,6 @@ from grpo_megatron.weights.tensor_entry import TensorEntry
 LOGPROB_CHECK_TOKENS = 16
 LOGPROB_CHECK_SECONDS = "canary/seconds"
 """The metric that says how long a log-prob check took; the others of a check are differences."""
-_LOOK_S = 0.2
 # Recipes and metrics call the log-prob check `canary` (`publish.canary`, `canary/abs_max`); names
 # that files and seeds are made from keep the word too.
 _CANARY = "canary"
@@ -74,7 +73,9 @@ class Publisher:
         self._control = EngineControl([])
         self.unchecked: set[int] = set()
         self._is_settled = False  # the trainer's weights are those of `version`
-        self._changing = asyncio.Lock()  # of the trainer's weights, or on their way to engines
+        self._num_waiting = 0  # engines that are to join once that is so
+        self._changing = asyncio.Condition()
+        """Held while the trainer's weights change, or are on their way to engines."""
 
     async def publish(self, version: int) -> None:
         """Bring `version` into all live engines. Raises EngineError where none is left, and what is
@@ -89,13 +90,17 @@ class Publisher:
             await self._retry_on_live_replicas(lambda clients: self._publish(clients, version))
             self.version = version
             self._is_settled = True
+            self._changing.notify_all()
         self.resumed_at = time.perf_counter()
         self._seconds = self.resumed_at - started
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Hold publishes back: within it the trainer's weights change, and no engine gets them."""
+        """Hold publishes back: within it the trainer's weights change, and no engine gets them.
+        Engines that were to join before have the weights by then."""
         async with self._changing:
+            # one step may follow the other at once, so that an engine would never find them settled
+            await self._changing.wait_for(lambda: not (self._is_settled and self._num_waiting))
             self._is_settled = False
             yield
 
@@ -104,14 +109,16 @@ class Publisher:
         arrived, and let it take requests. Waits until the trainer has the engines' version.
 
         Raises EngineError: it died; MismatchError: it holds other weights than the others."""
-        while True:
-            async with self._changing:
-                if self._is_settled:
-                    await self._send_present_weights(client)
-                    self.engines.join(index, client)
-                    self.unchecked.add(index)
-                    return
-            await asyncio.sleep(_LOOK_S)
+        async with self._changing:
+            self._num_waiting += 1
+            try:
+                await self._changing.wait_for(lambda: self._is_settled)
+                await self._send_present_weights(client)
+                self.engines.join(index, client)
+                self.unchecked.add(index)
+            finally:
+                self._num_waiting -= 1
+                self._changing.notify_all()
 
     async def remove(self, index: int) -> None:
         """Take an engine out of the run, while no weights are on their way."""

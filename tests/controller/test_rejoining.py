@@ -137,9 +137,10 @@ def test_who_joins_waits_until_trainer_and_engines_have_one_version(tmp_path):
 
     async def run():
         owner = publisher(tmp_path, [engine])
-        joining = asyncio.create_task(owner.join(0, again))
+        early = asyncio.create_task(owner.join(0, again))
         await asyncio.sleep(0.05)
         assert again.calls == []  # nothing was published yet
+        early.cancel()
         await owner.publish(0)
         await die(owner, 0)
         trained = asyncio.Event()
@@ -149,6 +150,8 @@ def test_who_joins_waits_until_trainer_and_engines_have_one_version(tmp_path):
                 await trained.wait()
 
         training = asyncio.create_task(train())
+        await asyncio.sleep(0.05)
+        joining = asyncio.create_task(owner.join(0, again))
         await asyncio.sleep(0.5)
         is_in_training = again.calls == []
         trained.set()
@@ -162,6 +165,59 @@ def test_who_joins_waits_until_trainer_and_engines_have_one_version(tmp_path):
 
     assert asyncio.run(run()) == (True, True)
     assert again.version == 1
+
+
+@pytest.mark.parametrize("after", ["in training", "in a publish"])
+def test_one_joins_although_a_step_begins_as_soon_as_its_weights_are_published(tmp_path, after):
+    engine, again, third = Engine("r0"), Engine("r1"), Engine("r2")
+
+    async def run():
+        owner = publisher(tmp_path, [engine, None, None])
+        await owner.publish(0)
+        joining = []
+
+        def join():
+            for index, client in [(1, again), (2, third)]:
+                joining.append(asyncio.create_task(owner.join(index, client)))
+
+        for version in range(1, 4):
+            async with owner.training():
+                if version == 1 and after == "in training":
+                    join()
+                await asyncio.sleep(0.01)
+            if version == 1 and after == "in a publish":
+                join()
+            await owner.publish(version)
+        assert all(task.done() for task in joining)
+        await asyncio.gather(*joining)
+        return [replica.index for replica in owner.engines.alive]
+
+    assert asyncio.run(run()) == [0, 1, 2]
+    assert engine.version == again.version == third.version == 3
+
+
+@pytest.mark.parametrize("how", ["dies", "is cancelled"])
+def test_one_that_does_not_join_holds_no_training_back(tmp_path, how):
+    engine, again = Engine("r0"), Engine("r0")
+
+    async def run():
+        owner = publisher(tmp_path, [engine])
+        joining = asyncio.create_task(owner.join(0, again))
+        await asyncio.sleep(0.01)
+        if how == "dies":
+            again.is_alive = False
+        else:
+            joining.cancel()
+        await owner.publish(0)
+        async with asyncio.timeout(60):
+            async with owner.training():
+                pass
+            await owner.remove(0)
+            [error] = await asyncio.gather(joining, return_exceptions=True)
+        return type(error)
+
+    expected = {"dies": EngineUnreachable, "is cancelled": asyncio.CancelledError}
+    assert asyncio.run(run()) is expected[how]
 
 
 def test_training_waits_for_weights_on_their_way(tmp_path):
