@@ -175,12 +175,12 @@ class ColdStart:
             for prompt, completion in zip(prompts, completions, strict=True):
                 samples.append((update, prompt, completion))
         with self._phases.measure("train"):
-            if self._config.placement.mode == "colocated":
-                await self._publisher.pause_engines()
-            await self._judges.pause(sleep=self._config.placement.gpus_per_node > 0)
             images = ImageFolder(self._run_dir.images)
             record_completions(self._directory, samples, images=images)
             async with self._publisher.training():
+                if self._config.placement.mode == "colocated":
+                    await self._publisher.pause_engines()
+                await self._judges.pause(sleep=self._config.placement.gpus_per_node > 0)
                 report = await self._trainer.call(
                     TrainColdStart(directory=self._directory, first_update=self._steps)
                 )

@@ -157,7 +157,10 @@ class Publisher:
             await self.publish(version)
 
     async def pause_engines(self) -> None:
-        """Pause engines until the next publish; colocated, the trainer gets their devices."""
+        """Pause engines until the next publish; colocated, the trainer gets their devices.
+
+        Within `training`: an engine that is joining would lose the trainer's streams to the others,
+        and one that joined later would not be paused."""
         placement = self.config.placement
         sleep = placement.mode == "colocated" and placement.gpus_per_node > 0
 

@@ -207,10 +207,6 @@ class RLLoop:
         directory = recorded.directory
         engines_pause = not (self.ahead or config.uses_dataset)
         with self._phases.measure("train"):
-            # colocated engines leave their devices before the training, others pause meanwhile
-            if engines_pause and config.placement.mode == "colocated":
-                await self._publisher.pause_engines()
-            await self._judges.pause(sleep=config.placement.gpus_per_node > 0)
             request = Train(
                 directory=directory,
                 first_update=self.state.updates,
@@ -218,11 +214,15 @@ class RLLoop:
                 state=self.state.objective,
                 exact=recorded.fresh or recorded.step == self._first,
             )
-            together: list[Awaitable[Any]] = [self._trainer.call(request)]
-            if engines_pause:
-                together.append(self._publisher.pause_engines())
             try:
                 async with self._publisher.training():
+                    # colocated engines leave their devices before, others pause meanwhile
+                    if engines_pause and config.placement.mode == "colocated":
+                        await self._publisher.pause_engines()
+                    await self._judges.pause(sleep=config.placement.gpus_per_node > 0)
+                    together: list[Awaitable[Any]] = [self._trainer.call(request)]
+                    if engines_pause:
+                        together.append(self._publisher.pause_engines())
                     results = await finish_or_cancel(together)
             except MismatchError:  # a resume may not train these samples either
                 replace_directory(directory, directory.with_name(f"rejected_{directory.name}"))

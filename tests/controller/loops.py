@@ -85,6 +85,7 @@ class Loop:
         self.written = lambda place, completion: completion  # by its place in what was asked
         self.num_engines = 1  # p8 is asked of the one after that of p7
         self.unchecked: set[int] = set()  # engines that joined
+        self.is_training = False
         self.mismatch_at: int | None = None  # `Train` request
         self.states: dict[int, RunState] = {}
         self.unfinished: SaveCheckpoint | None = None
@@ -240,12 +241,17 @@ class Loop:
 
     @contextlib.asynccontextmanager
     async def training(self):
-        yield
+        self.is_training = True
+        try:
+            yield
+        finally:
+            self.is_training = False
 
     async def ensure_version(self, version: int) -> None:
         assert self.version == version
 
     async def pause_engines(self) -> None:
+        assert self.is_training  # else an engine may be joining
         self.holds_requests = True
         self.weights_came.clear()
 

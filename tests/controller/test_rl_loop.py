@@ -264,6 +264,20 @@ def test_what_runs_beside_a_phase_is_shown_after_it(tmp_path, tables, monkeypatc
     assert others == [f"{waiting} train publish"] * 2 + ["checkpoint"]
 
 
+@pytest.mark.parametrize("mode", ["colocated", "separate"])
+def test_engines_pause_while_none_can_join(tmp_path, mode):
+    """One that joins would lose the trainer's streams to them."""
+    paused = []
+
+    class Pausing(Loop):
+        async def pause_engines(self):
+            paused.append(self.is_training)
+            await super().pause_engines()
+
+    Pausing(tmp_path, recipe(placement={"mode": mode}, num_steps=2)).run()
+    assert paused == [True] * (4 if mode == "colocated" else 2)
+
+
 def test_what_was_asked_for_ends_with_a_publish_that_fails(tmp_path):
     loop = make(tmp_path)
     loop.publish_fails_at = 2
