@@ -175,7 +175,8 @@ class Publisher:
     ) -> None:
         while True:
             before = self.engines.alive
-            if not before and self.engines.can_wait:
+            if not before:
+                self.engines.require_not_all_gone()
                 return None  # who returns gets the weights by `join`
             try:
                 return await work([replica.client for replica in before])

@@ -270,7 +270,9 @@ class _DispatchedCall:
                     images=prompt.images,
                 )
             )
-        addresses: list[EngineAddress | None] = [None] * (self._engines.replicas[-1].index + 1)
+        # the replica may have been let go meanwhile, and all others with it
+        last = max([replica.index, *(one.index for one in self._engines.alive)])
+        addresses: list[EngineAddress | None] = [None] * (last + 1)
         for alive in self._engines.alive:
             addresses[alive.index] = EngineAddress(alive.client.base_url, alive.client.token)
         # a name of its own also when a part is asked again: the lost worker may still write

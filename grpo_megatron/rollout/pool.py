@@ -129,7 +129,17 @@ class ReplicaPool:
             replica.cause_of_death = EngineError(f"{replica.client.name} has left the run")
         self.replicas.remove(replica)
 
+    def require_not_all_gone(self) -> None:
+        """Raise EngineError where no replica is alive and none may return."""
+        if not self.alive and not self.can_wait:
+            raise self._all_died()
+
     def _all_died(self) -> EngineError:
+        if not self.replicas:
+            return EngineError(
+                "no engine is alive: the last one has left",
+                remedy="look at the ends of the engines' logs; the run can be resumed",
+            )
         last = self.replicas[-1]
         cause = ""
         if last.cause_of_death is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -250,6 +251,27 @@ def test_training_waits_for_weights_on_their_way(tmp_path):
 
     asyncio.run(run())
     assert order == ["sent", "train"]
+
+
+@pytest.mark.parametrize("how", ["dies", "is removed"])
+def test_weights_are_not_published_where_no_engine_is_left(tmp_path, how):
+    async def run():
+        owner = publisher(tmp_path, [Engine("r0")], can_return=False)
+        await owner.publish(0)
+        if how == "dies":
+            await die(owner, 0)
+        else:
+            await owner.remove(0)
+        for work in (
+            owner.pause_engines,
+            partial(owner.publish, 1),
+            partial(owner.check_logprobs, []),
+        ):
+            with pytest.raises(EngineError, match="no engine is alive"):
+                await work()
+        assert owner.version == 0
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("can_return", [False, True])

@@ -277,6 +277,23 @@ def test_the_last_dead_engine_is_an_error(tmp_path):
     assert not run(tmp_path, scenario)
 
 
+def test_prompts_of_an_engine_that_was_let_go_meanwhile_are_an_error(tmp_path):
+    async def scenario(started, pool, rollouts):
+        index, worker = rollouts.workers.beside(0)
+        rollouts.workers.remove(index)
+        rollouts.workers._can_wait = lambda: True  # it is started again
+        running = asyncio.ensure_future(rollouts.rollouts(0, PROMPTS))
+        await asyncio.sleep(0.05)
+        pool.remove(0)
+        rollouts.workers.add(index, worker)
+        with pytest.raises(EngineError, match="no engine is alive: the last one has left"):
+            await running
+        with pytest.raises(EngineError, match="no engine is alive: the last one has left"):
+            await rollouts.rollouts(0, PROMPTS)
+
+    run(tmp_path, scenario)
+
+
 def test_cancelling_ends_requests_in_flight(tmp_path):
     async def hang(_):
         await asyncio.sleep(60)
