@@ -49,7 +49,8 @@ class Publisher:
         version: Of the weights that the engines have; -1 before the first publish.
         unchecked: Engines that joined since the last log-prob check.
         resumed_at: When the engines got the weights of `version` (`time.perf_counter`).
-        sent_fraction: Bytes that the last publish sent, of those of the whole weights."""
+        sent_fraction: Bytes that the last publish sent, of those of the whole weights; what an
+            engine that joined was sent is no part of it."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Publisher:
         self.resumed_at = 0.0
         self.sent_fraction = 1.0
         self._num_bytes = 1  # of the weights
+        self._num_last_sent_bytes = 0  # by a publish or to an engine that joined
         self._with_base: set[EngineClient] = set()  # that have the weights without adapters
         self._seconds = 0.0  # that the last publish took
         self._control = EngineControl([])
@@ -190,6 +192,8 @@ class Publisher:
         except EngineError:  # the streams are broken: the next publish connects anew
             self._control = self._new_control([])
             raise
+        if self.config.publish.method != "file":
+            self.sent_fraction = self._num_last_sent_bytes / self._num_bytes
 
     async def _send(self, control: EngineControl, version: int) -> None:
         if self.config.publish.method == "file":
@@ -213,13 +217,13 @@ class Publisher:
         """Have the trainer send weights; returns the digest of each message."""
         sent = await self.trainer.call(SendWeights(version=version))
         self._num_bytes = max(sent.num_bytes, 1)
-        self.sent_fraction = sent.num_sent_bytes / self._num_bytes
+        self._num_last_sent_bytes = sent.num_sent_bytes
         return sent.digests
 
     async def _send_adapters(self, version: int) -> dict[str, str]:
         """Have the trainer send adapters; returns the digest of each message."""
         sent = await self.trainer.call(SendWeights(version=version, adapters=True))
-        self.sent_fraction = sent.num_sent_bytes / self._num_bytes
+        self._num_last_sent_bytes = sent.num_sent_bytes
         return sent.digests
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:

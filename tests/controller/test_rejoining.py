@@ -21,6 +21,7 @@ from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.worker_client import WorkerPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
+from grpo_megatron.trainer.requests import JoinTransfer, SendWeights
 from tests.controller.scored_groups import recipe
 from tests.rollout.fake_engine import fake_engines
 
@@ -251,6 +252,38 @@ def test_training_waits_for_weights_on_their_way(tmp_path):
 
     asyncio.run(run())
     assert order == ["sent", "train"]
+
+
+def test_what_a_publish_sent_is_not_what_one_that_joined_was_sent(tmp_path):
+    engine, again = Engine("r0"), Engine("r1")
+    engine.control = again.control = _no_workers
+    num_sent = 3
+
+    class Sending:
+        async def call(self, request):
+            if isinstance(request, SendWeights):
+                return SimpleNamespace(num_bytes=10, num_sent_bytes=num_sent, digests={})
+            if isinstance(request, JoinTransfer):
+                return {}
+            return []
+
+    async def run():
+        nonlocal num_sent
+        config = recipe(publish={"method": "gloo", "delta": True})
+        pool = ReplicaPool([engine, None], may_return=lambda index: True)
+        owner = Publisher(config, RunDir(tmp_path), Sending(), pool)
+        await owner.publish(0)
+        num_sent = 10  # the whole
+        await owner.join(1, again)
+        assert owner.sent_fraction == 0.3
+        await owner.publish(1)
+        assert owner.sent_fraction == 1.0
+
+    asyncio.run(run())
+
+
+async def _no_workers(path, *args, **options):
+    return {"world_size": 0}
 
 
 @pytest.mark.parametrize("how", ["dies", "is removed"])
