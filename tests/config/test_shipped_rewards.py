@@ -16,6 +16,12 @@ RECIPES = assets.names(assets.root() / "recipes")
 GRAPHS = assets.names(assets.root() / "recipes" / "graphs")
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Binding the environment `search` builds the index of its documents, below `runs/`."""
+    monkeypatch.chdir(tmp_path)
+
+
 class AnyMetadata(dict):
     """Has every key, as a row of a data set that fits the template would."""
 
