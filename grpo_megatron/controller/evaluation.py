@@ -12,7 +12,7 @@ from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.rollout.engine_control import EngineControl
-from grpo_megatron.types import Prompt, ScoredGroup
+from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup, StoredCompletion
 
 Results = dict[str, dict[str, float]]
 _Z = 1.959964  # 95 %
@@ -59,14 +59,18 @@ class Evaluator:
             return {"all": {"prompts": 0.0}}
         await self._judges.resume()
         answers = await self._dispatcher.greedy(prompts, self._max_new_tokens)
-        results = self._by_domain(await self._rewards.score(answers), _greedy)
+        results = self._by_domain(await self._score(answers), _greedy)
         if num_samples:
             groups = await self._dispatcher.rollouts(0, prompts, num_samples=num_samples)
-            sampled = self._by_domain(await self._rewards.score(groups), _sampled)
+            sampled = self._by_domain(await self._score(groups), _sampled)
             for domain, values in sampled.items():
                 results[domain] |= values
         results["all"] = over_domains(results, len(prompts))
         return results
+
+    async def _score(self, groups: Sequence[RolloutGroup[StoredCompletion]]) -> list[ScoredGroup]:
+        # a step may be sampled meanwhile, whose metrics count failures
+        return await self._rewards.score(groups, is_counted=False)
 
     def _by_domain(
         self,

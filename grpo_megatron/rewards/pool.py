@@ -49,7 +49,10 @@ AnyCompletion = Completion | StoredCompletion
 
 @dataclass(slots=True)
 class Component:
-    """One reward component of one domain, and how its calls have ended so far."""
+    """One reward component of one domain, and how its calls have ended so far.
+
+    Attributes:
+        failures: By cause, of calls that metrics count and have not told yet."""
 
     domain: str
     name: str
@@ -67,7 +70,6 @@ class Component:
             self.num_scored += 1
             self.kills_in_a_row = 0
             return
-        self.failures[outcome.failure] += 1
         if outcome.failure != "raised":
             self.kills_in_a_row += 1
             if self.kills_in_a_row >= MAX_KILLS:
@@ -208,10 +210,14 @@ class RewardPool:
             if len(self._lost) == len(self._workers):
                 raise
 
-    async def score(self, groups: Sequence[AnyGroup]) -> list[ScoredGroup]:
+    async def score(
+        self, groups: Sequence[AnyGroup], *, is_counted: bool = True
+    ) -> list[ScoredGroup]:
         """Score every completion of every group, in the given order. May run concurrently.
         `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip.
-        RewardError where a function failed on every sample, or keeps killing its process."""
+
+        is_counted: whether `take_metrics` returns the failures. RewardError where a function failed
+        on every sample, or keeps killing its process."""
         calls: list[Call] = []
         bounds = []
         for group in groups:
@@ -220,6 +226,10 @@ class RewardPool:
             bounds.append((first, len(calls)))
         outcomes = await self._outcomes(calls)
         self._refuse_broken(calls, outcomes)
+        if is_counted:
+            for call, outcome in zip(calls, outcomes, strict=True):
+                if outcome.failure:
+                    self.components[call.component].failures[outcome.failure] += 1
         scored = []
         for group, (first, end) in zip(groups, bounds, strict=True):
             scored.append(self._scored(group, outcomes[first:end]))

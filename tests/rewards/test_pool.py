@@ -82,6 +82,17 @@ def test_a_hostile_sample_costs_itself_only(order, cause):
     assert bool(pool.components[0].trace) == (cause == "raised")
 
 
+def test_failures_of_what_is_scored_uncounted_are_in_no_metric():
+    async def run():
+        async with RewardPool([domain(OBEY)]) as pool:
+            counted = pool.score([group(["1", "raise"])])
+            uncounted = pool.score([group(["2", "raise", "raise"])], is_counted=False)
+            await asyncio.gather(counted, uncounted)
+            return pool.take_metrics()
+
+    assert asyncio.run(run())["reward/d.obey/raised"] == 1
+
+
 def test_odd_numbers_prints_and_reads():
     texts = ["True", "int", "None", "nan", "print", "read", "-0.5"]
     [scored], pool = score([domain(OBEY)], [group(texts)])
