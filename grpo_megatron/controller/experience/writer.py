@@ -17,6 +17,8 @@ from grpo_megatron.errors import EngineError
 _FOLDER = Path(__file__).parent
 MAX_PROPOSALS = 3
 """Operations of a group that are taken, as many as `group.txt` asks for."""
+_START_OF_THOUGHT = "<think>"
+_END_OF_THOUGHT = "</think>"
 
 
 class AskModel(Protocol):
@@ -85,10 +87,12 @@ class LessonWriter:
         texts = []
         for problem, of_problem in zip(problems, summaries, strict=True):
             texts.append(self._group_text(problem, of_problem, library))
-        proposed = await self._operations(texts)
-        for operations in proposed:
-            self.counts.surplus += max(len(operations) - MAX_PROPOSALS, 0)
-        teaching = [operations[:MAX_PROPOSALS] for operations in proposed if operations]
+        teaching = []
+        for operations in await self._operations(texts):
+            changes = [operation for operation in operations if operation.operation != "keep"]
+            self.counts.surplus += max(len(changes) - MAX_PROPOSALS, 0)
+            if changes:
+                teaching.append(changes[:MAX_PROPOSALS])
         if self.counts.failed == self.counts.requests:
             raise EngineError(
                 f"the writer of lessons replied to none of {self.counts.requests} requests",
@@ -178,23 +182,31 @@ class LessonWriter:
 
 def read_operations(reply: str) -> list[Operation] | None:
     """Return the last JSON list of operations in a reply, thoughts aside; None where there is none.
-    Lists inside of one, or inside of its texts, are not looked at. An empty list behind another one
-    counts only on a line of its own: elsewhere it says that one kind of operation is not wanted."""
-    reply = _without_thought(reply)
+    Lists inside of one, or inside of its texts, are not looked at, nor are tags of a thought there.
+    An empty list behind another one counts only on a line of its own: elsewhere it says that one
+    kind of operation is not wanted."""
+    text = _behind_opened_thought(reply)
+    may_end_thought = text == reply  # of one that the template opened, the reply has the end alone
     decoder = json.JSONDecoder()
     found = None
-    place = reply.find("[")
+    behind_last = 0
+    place = text.find("[")
     while place >= 0:
         end = place + 1
         try:
-            values, behind = decoder.raw_decode(reply, place)
+            values, behind = decoder.raw_decode(text, place)
             operations = msgspec.convert(values, list[Operation])
             end = behind
-            if operations or not found or _is_line(reply, place, behind):
+            if may_end_thought and _ends_thought(text[behind_last:place]):
+                found = None
+            if operations or not found or _is_line(text, place, behind):
                 found = operations
+            behind_last = behind
         except (ValueError, RecursionError, msgspec.ValidationError):
             pass  # other brackets, such as those of an id
-        place = reply.find("[", end)
+        place = text.find("[", end)
+    if may_end_thought and _ends_thought(text[behind_last:]):
+        return None
     return found
 
 
@@ -206,8 +218,26 @@ def _is_line(text: str, start: int, end: int) -> bool:
 
 
 def _without_thought(reply: str) -> str:
-    """Return what stands behind the last thought; of one that does not end, what stands before."""
-    return reply.rpartition("</think>")[2].partition("<think>")[0].strip()
+    """Return what stands behind the thought with which a reply begins. What it says about the tags
+    of thoughts later on is its own."""
+    text = _behind_opened_thought(reply)
+    if text == reply and _ends_thought(reply):
+        text = reply.partition(_END_OF_THOUGHT)[2]
+    return text.strip()
+
+
+def _behind_opened_thought(reply: str) -> str:
+    """Return what stands behind the thought that a reply opens, nothing where it does not end; all
+    of a reply that opens none."""
+    if reply.lstrip().startswith(_START_OF_THOUGHT):
+        return reply.partition(_END_OF_THOUGHT)[2]
+    return reply
+
+
+def _ends_thought(text: str) -> bool:
+    """Whether a text ends a thought that it does not begin."""
+    before, end, _ = text.partition(_END_OF_THOUGHT)
+    return bool(end) and _START_OF_THOUGHT not in before
 
 
 def _text(name: str) -> str:

@@ -104,6 +104,29 @@ def test_a_thought_is_no_part_of_a_summary():
     assert "- grade 1.00: short\n" in text
 
 
+@pytest.mark.parametrize(
+    ("reply", "summary"),
+    [
+        ("long\n</think>\nshort", "short"),
+        ("<think>it never ends", "(no summary)"),
+        (
+            "The attempt opened <think> and never closed it; it is wrong.",
+            "The attempt opened <think> and never closed it; it is wrong.",
+        ),
+        (
+            "<think>a</think>It wrote <think>x</think> twice.",
+            "It wrote <think>x</think> twice.",
+        ),
+        ("It put <think>x</think> last.", "It put <think>x</think> last."),
+    ],
+)
+def test_a_summary_may_speak_of_thoughts(reply, summary):
+    model = Model(summary=reply)
+    operations_of(model)
+    [text, *_] = model.with_("Several attempts")
+    assert f"- grade 1.00: {summary}\n" in text
+
+
 def test_missing_replies_are_counted_and_where_there_are_none_the_run_ends():
     found, counts = operations_of(Model(summary=None))
     assert (counts.failed, counts.requests) == (4, 7) and found == []
@@ -139,6 +162,18 @@ def test_without_problems_nobody_is_asked():
         ('draft [{"operation": "delete", "id": "E1"}]\n</think>\n\n[]', []),
         ('<think>draft [{"operation": "delete", "id": "E1"}] but', None),
         ("<think>[1]</think>\n" + ADDS, [Operation("add", experience="look")]),
+        ('draft [{"operation": "delete", "id": "E1"}]\n</think>\n\nNothing.', None),
+        (
+            '[{"operation": "add", "experience": "Close with </think> before the answer."}]',
+            [Operation("add", experience="Close with </think> before the answer.")],
+        ),
+        (
+            '<think>a</think>[{"operation": "add", "experience": "Put steps in <think> tags."}]',
+            [Operation("add", experience="Put steps in <think> tags.")],
+        ),
+        ("Good ones use <think> tags.\n" + ADDS, [Operation("add", experience="look")]),
+        (ADDS + "\nGood ones use <think>…</think>.", [Operation("add", experience="look")]),
+        ("<think>a</think>" + ADDS + "\nEnd with </think>.", [Operation("add", experience="look")]),
         (ADDS + "\nDeletions: []", [Operation("add", experience="look")]),
         (ADDS + "\nOn second thought:\n```json\n[]\n```", []),
         ("[" * 5000, None),
@@ -158,6 +193,14 @@ def test_at_most_three_operations_of_a_group_are_taken():
     [merge] = model.with_("Reviewers of several")
     assert '"experience":"x2"' in merge and "x3" not in merge
     assert (len(found), counts.surplus) == (20, 17), "the merge may propose as many as it likes"
+
+
+def test_operations_that_keep_a_lesson_take_no_place_of_another():
+    kept = [{"operation": "keep", "id": f"E{number}"} for number in range(3)]
+    adds = [{"operation": "add", "experience": f"x{number}"} for number in range(4)]
+    found, counts = operations_of(Model(group=[json.dumps(kept + adds), json.dumps(kept)]))
+    assert [operation.experience for operation in found] == ["x0", "x1", "x2"]
+    assert counts.surplus == 1
 
 
 @given(st.text(alphabet='[]{}",:E1 ', max_size=60))
