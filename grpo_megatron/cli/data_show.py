@@ -103,7 +103,7 @@ def _show_domain(
     say: Say,
 ) -> None:
     problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
-    refuse_bad_responses(config, domain, problems)
+    refuse_bad_responses(config, domain, problems, are_all=False)
     say(f"domain {domain.name}, from {domain.path or domain.dataset or domain.source}")
     if tokenizer is None:
         prompts = _text_only(domain, problems)

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
-from grpo_megatron.controller.demonstrations import Demonstrations
+from grpo_megatron.controller.demonstrations import Demonstrations, demonstrated
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.evaluation import HeldOutEvaluator
 from grpo_megatron.controller.publishing import Publisher
@@ -80,7 +80,7 @@ class ColdStart:
         self._tokenizer = tokenizer
         self._validation = splits.validation
         self._sampler = PromptSampler(
-            splits.train,
+            demonstrated(config, tokenizer, splits.train),
             {domain.name: domain.weight for domain in config.domains},
             config.seed + 1,
             size_setting="cold_start.batch_size",

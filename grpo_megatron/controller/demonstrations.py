@@ -1,7 +1,8 @@
 """What a cold start trains: answers of a data set, and episodes that the recipe demonstrates."""
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.types import Completion, Prompt
+
+logger = logging.getLogger(__name__)
 
 _TRIES = 3
 """Of an episode that cannot be scored."""
@@ -89,6 +92,40 @@ class Demonstrations:
             EpisodeSeeds(derive_seed(self._config.seed, prompt.prompt_id), None),
             self._config.rollout.max_model_len,
         )
+
+
+def demonstrated(
+    config: RunConfig, tokenizer: TextTokenizer, prompts: Mapping[str, Sequence[Prompt]]
+) -> dict[str, tuple[Prompt, ...]]:
+    """Return the prompts, by domain, that a cold start can train: without those whose answer is
+    empty, as it may be where tests or a judge grade it. The log counts them; RL has them.
+
+    Raises DataError where no domain with a weight has one."""
+    answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_model_len)
+    found = {}
+    for domain in config.domains:
+        of_domain = tuple(prompts.get(domain.name, ()))
+        if domain.environment is None and domain.weight:
+            of_domain = tuple(prompt for prompt in of_domain if answers.has_first(prompt))
+        num_left_out = len(prompts.get(domain.name, ())) - len(of_domain)
+        if num_left_out:
+            logger.warning(
+                "domain %r: %d of %d prompts have an empty answer, and are not trained in the cold "
+                "start",
+                domain.name,
+                num_left_out,
+                num_left_out + len(of_domain),
+            )
+        if of_domain:
+            found[domain.name] = of_domain
+    if not any(domain.weight and domain.name in found for domain in config.domains):
+        raise DataError(
+            "the cold start has nothing to train: the answers of all prompts are empty",
+            where="[cold_start]",
+            remedy="give rows an answer or responses, domains a response_template, or leave the "
+            "cold start out",
+        )
+    return found
 
 
 class _Turns:

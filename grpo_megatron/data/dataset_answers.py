@@ -1,7 +1,7 @@
 """Where the responses of a data set are trained, it answers in the place of the engines."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,27 +19,37 @@ from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, Versi
 
 logger = logging.getLogger(__name__)
 
+_ROWS_LOOKED_AT = 2000
+"""Of a domain, for answers that are cut: to tokenise all of a large one takes hours."""
+_TEXTS_AT_ONCE = 100
+"""That are tokenised together: what the tokenizer says of them is large."""
+
 
 class DatasetAnswers:
     """A group is a prompt with all of its responses: the field `responses` of its row, or else its
     one answer, by the domain's `response_template`. Nobody sampled them, so that their log-probs
-    count as unusable.
+    count as unusable. Empty ones, of which the end alone would be trained, are left out.
 
     They end as the domain's chat template ends a turn; with a plain template, with the tokenizer's
-    end. `longest` tokens are kept of one, the end included, of any domain."""
+    end. longest: how many tokens are kept of one, the end included: of any domain, or by domain."""
 
-    def __init__(self, domains: Sequence[DomainConfig], tokenizer: TextTokenizer, longest: int):
+    def __init__(
+        self,
+        domains: Sequence[DomainConfig],
+        tokenizer: TextTokenizer,
+        longest: int | Mapping[str, int],
+    ):
         self._tokenizer = tokenizer
-        self._longest = {domain.name: longest for domain in domains}
+        if isinstance(longest, int):
+            longest = {domain.name: longest for domain in domains}
+        self._longest = longest
         self._chat_domains: dict[str, DomainConfig] = {}
         self._ends: dict[str, tuple[int, ...]] = {}  # ids, by domain
         self._templates: dict[str, ResponseTemplate] = {}  # by domain
         for domain in domains:
-            if domain.response_template is not None:
-                where = f"[[domains]] {domain.name}, response_template"
-                self._templates[domain.name] = ResponseTemplate(
-                    domain.response_template, where=where
-                )
+            template = _template_of(domain)
+            if template is not None:
+                self._templates[domain.name] = template
             self._ends[domain.name] = (tokenizer.eos_token_id,)
             if domain.template == CHAT:
                 self._chat_domains[domain.name] = domain
@@ -49,10 +59,10 @@ class DatasetAnswers:
     def of_run(cls, config: RunConfig, tokenizer: TextTokenizer) -> "DatasetAnswers":
         """Of all domains, with as many tokens of an answer as the domain's `max_new_tokens`: its
         prompts leave room for that many."""
-        answers = cls(config.domains, tokenizer, config.rollout.max_new_tokens)
+        longest = {}
         for domain in config.domains:
-            answers._longest[domain.name] = config.max_new_tokens_of(domain.name)
-        return answers
+            longest[domain.name] = config.max_new_tokens_of(domain.name)
+        return cls(config.domains, tokenizer, longest)
 
     async def rollouts(
         self, step: int, prompts: Sequence[Prompt]
@@ -60,45 +70,69 @@ class DatasetAnswers:
         """Return the groups of `prompts`, in their order."""
         groups = []
         for prompt in prompts:
-            completions = [self.completion(step, prompt, text) for text in self._texts(prompt)]
+            completions = [self.completion(step, prompt, text) for text in self.texts(prompt)]
             groups.append(RolloutGroup(prompt, tuple(completions), 0))
         return groups
 
     def first(self, step: int, prompt: Prompt) -> Completion:
-        """Return the reference answer; of a conversation, what the assistant said."""
-        text = self._answer(prompt)
-        if prompt.domain in self._chat_domains and prompt.metadata.get(RESPONSES):
-            text = prompt.metadata[RESPONSES][0]
-        return self.completion(step, prompt, text)
+        """Return the reference answer; of a conversation, what the assistant said. There is one
+        where `has_first`."""
+        return self.completion(step, prompt, self._first_texts(prompt)[0])
 
-    def num_cut(self, prompt: Prompt) -> int:
-        """Return how many answers of a prompt are longer than is kept of one."""
-        longest = self._longest[prompt.domain]
-        num_cut = 0
-        for text in self._texts(prompt):
-            # a token is a byte or more, so that most answers need not be looked at
-            num_bytes = len(text.encode("utf-8", errors="surrogatepass"))
-            if num_bytes + len(self._ends[prompt.domain]) > longest:
-                num_cut += int(self.completion(0, prompt, text).truncated)
-        return num_cut
+    def has_first(self, prompt: Prompt) -> bool:
+        """Whether the row has an answer that is not empty."""
+        return bool(self._first_texts(prompt))
 
-    def _texts(self, prompt: Prompt) -> Sequence[str]:
-        """Return all that is trained of a row."""
-        texts: Sequence[str] = prompt.metadata.get(RESPONSES) or [self._answer(prompt)]
-        return texts
+    def _first_texts(self, prompt: Prompt) -> list[str]:
+        if prompt.domain in self._chat_domains:
+            return self.texts(prompt)
+        return self._not_empty(prompt, [self._answer(prompt)])
+
+    def texts(self, prompt: Prompt) -> list[str]:
+        """Return all answers of a row that are trained."""
+        return self._not_empty(prompt, prompt.metadata.get(RESPONSES) or [self._answer(prompt)])
+
+    def num_cut(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Return, for each prompt, how many answers are longer than is kept of one. Raises
+        DataError where the tokenizer has no token for a character of one."""
+        places = []
+        texts = []
+        for place, prompt in enumerate(prompts):
+            longest = self._longest[prompt.domain] - len(self._ends[prompt.domain])
+            for written in self.texts(prompt):
+                text = self._behind_opening(prompt, written)
+                # a token is a byte or more, so that most answers need not be looked at
+                if len(text.encode("utf-8", errors="surrogatepass")) > longest:
+                    places.append(place)
+                    texts.append(text)
+        num_tokens: list[int] = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            encoded = self._tokenizer.encode_batch(texts[start : start + _TEXTS_AT_ONCE])
+            num_tokens += map(len, encoded)
+        counts = [0] * len(prompts)
+        for place, count in zip(places, num_tokens, strict=True):
+            domain = prompts[place].domain
+            if count + len(self._ends[domain]) > self._longest[domain]:
+                counts[place] += 1
+        return counts
 
     def _answer(self, prompt: Prompt) -> str:
         """Return what is trained of a row without responses."""
-        template = self._templates.get(prompt.domain)
-        if template is None:
-            return prompt.answer
-        return template.response(prompt.question, prompt.answer, prompt.metadata)
+        return _written_answer(prompt, self._templates.get(prompt.domain))
+
+    def _not_empty(self, prompt: Prompt, texts: Iterable[str]) -> list[str]:
+        """Return the texts that say something beside what the prompt has already."""
+        return [text for text in texts if self._behind_opening(prompt, text).strip()]
+
+    def _behind_opening(self, prompt: Prompt, text: str) -> str:
+        chat = self._chat_domains.get(prompt.domain)
+        if chat is None:
+            return text
+        return text.removeprefix(opening_of(prompt.text, chat.assistant_prefix))
 
     def completion(self, step: int, prompt: Prompt, text: str) -> Completion:
         """Return a text as an answer to `prompt`, with its end."""
-        chat = self._chat_domains.get(prompt.domain)
-        if chat is not None:
-            text = text.removeprefix(opening_of(prompt.text, chat.assistant_prefix))
+        text = self._behind_opening(prompt, text)
         tokens = [*self._tokenizer.encode(text), *self._ends[prompt.domain]]
         longest = self._longest[prompt.domain]
         finish_reason = "stop"
@@ -107,16 +141,37 @@ class DatasetAnswers:
         return unsampled(tokens[:longest], step, finish_reason, text)
 
 
+def _template_of(domain: DomainConfig) -> ResponseTemplate | None:
+    if domain.response_template is None:
+        return None
+    where = f"[[domains]] {domain.name}, response_template"
+    return ResponseTemplate(domain.response_template, where=where)
+
+
+def _written_answer(row: Problem | Prompt, template: ResponseTemplate | None) -> str:
+    """Return the answer of a row without responses, by the domain's template."""
+    if template is None:
+        return row.answer
+    return template.response(row.question, row.answer, row.metadata)
+
+
 def refuse_bad_responses(
-    config: RunConfig, domain: DomainConfig, problems: Iterable[Problem]
+    config: RunConfig, domain: DomainConfig, problems: Iterable[Problem], *, are_all: bool = True
 ) -> None:
-    """Raise DataError, with file and line, for a row whose `responses` are no list of texts, whose
-    answer is empty, or says more than its content, if this run trains them: elsewhere these fields
-    are the row's own, and no problem is looked at."""
+    """Raise DataError, with file and line, for a row whose `responses` are no list of texts, or
+    whose answer says more than its content, if this run trains them: elsewhere these fields are the
+    row's own, and no problem is looked at.
+
+    are_all: `problems` are all of the domain, so that one of them must have an answer that is not
+    empty where nothing else of them is trained."""
     if not _trains_responses(config, domain):
         return
+    template = _template_of(domain)
+    first = ""
+    has_answer = False
     for problem in problems:
         where = problem.where or f"[[domains]] {domain.name}"
+        first = first or where
         _refuse_no_texts(problem.metadata.get(RESPONSES), where)
         if problem.untold:
             raise DataError(
@@ -125,15 +180,20 @@ def refuse_bad_responses(
                 where=where,
                 remedy=TELLING_REMEDY,
             )
-        texts = problem.metadata.get(RESPONSES)
-        if not texts and domain.response_template is None:
-            texts = [problem.answer]
-        if not all(text.strip() for text in texts or ()):
-            raise DataError(
-                "the row's answer is empty, so that its end alone would be trained",
-                where=where,
-                remedy="leave the row out",
-            )
+        if not has_answer:
+            texts = problem.metadata.get(RESPONSES) or [_written_answer(problem, template)]
+            has_answer = any(text.strip() for text in texts)
+    if are_all and config.uses_dataset and not has_answer:
+        raise _no_answers(domain, first)
+
+
+def _no_answers(domain: DomainConfig, where: str) -> DataError:
+    return DataError(
+        f"the answers of all rows of domain {domain.name!r} are empty, so that their ends alone "
+        "would be trained; this is the first",
+        where=where,
+        remedy="correct the file, answer_field or response_template, or leave the domain out",
+    )
 
 
 def _refuse_no_texts(responses: object, where: str) -> None:
@@ -150,39 +210,72 @@ def _refuse_no_texts(responses: object, where: str) -> None:
     )
 
 
-def warn_of_cut_answers(
+def with_answers(
     config: RunConfig,
     domain: DomainConfig,
     tokenizer: TextTokenizer,
-    problems: Sequence[Problem],
-    prompts: Sequence[Prompt],
-) -> None:
-    """Log how many answers of a domain a supervised run cuts, and the first row that has one.
-    prompts: of `problems`, in their order."""
+    rows: Sequence[tuple[Problem, Prompt]],
+) -> list[Prompt]:
+    """Return the prompts of a domain of a supervised run that have an answer to train.
+
+    The log says how many answers are empty, and left out, and how many of the first rows are cut,
+    both with the first row. Raises DataError where nothing is left."""
     answers = DatasetAnswers.of_run(config, tokenizer)
-    num_cut = 0
-    num_rows = 0
-    first = ""
-    for problem, prompt in zip(problems, prompts, strict=True):
-        num_of_row = answers.num_cut(prompt)
-        num_cut += num_of_row
-        if num_of_row:
-            num_rows += 1
-            first = first or problem.where
-    if num_cut:
+    kept = []
+    num_empty = 0
+    first_empty = ""
+    for problem, prompt in rows:
+        num_answers = len(answers.texts(prompt))
+        num_written = len(prompt.metadata.get(RESPONSES) or [prompt.answer])
+        if num_answers < num_written:
+            num_empty += num_written - num_answers
+            first_empty = first_empty or problem.where or f"[[domains]] {domain.name}"
+        if num_answers:
+            kept.append((problem, prompt))
+    if not kept:
+        raise _no_answers(domain, first_empty)
+    if num_empty:
         logger.warning(
-            "domain %r: %d answers of %d rows are longer than max_new_tokens (%d) with their end, "
-            "and are trained up to there, without an end; the first is at %s",
+            "domain %r: %d answers are empty, or say no more than their prompt, and are left out, "
+            "with %d of %d rows that have no other; the first is at %s",
             domain.name,
-            num_cut,
-            num_rows,
-            config.max_new_tokens_of(domain.name),
-            first,
+            num_empty,
+            len(rows) - len(kept),
+            len(rows),
+            first_empty,
         )
+    _warn_of_cut_answers(config, domain, answers, kept)
+    return [prompt for _, prompt in kept]
+
+
+def _warn_of_cut_answers(
+    config: RunConfig,
+    domain: DomainConfig,
+    answers: DatasetAnswers,
+    rows: Sequence[tuple[Problem, Prompt]],
+) -> None:
+    looked_at = rows[:_ROWS_LOOKED_AT]
+    counts = answers.num_cut([prompt for _, prompt in looked_at])
+    cut = [problem for (problem, _), count in zip(looked_at, counts, strict=True) if count]
+    if not cut:
+        return
+    scope = ""
+    if len(looked_at) < len(rows):
+        scope = f"of the first {len(looked_at):,} rows, "
+    logger.warning(
+        "domain %r: %s%d answers of %d rows are longer than max_new_tokens (%d) with their end, "
+        "and are trained up to there, without an end; the first is at %s",
+        domain.name,
+        scope,
+        sum(counts),
+        len(cut),
+        config.max_new_tokens_of(domain.name),
+        cut[0].where,
+    )
 
 
 def _trains_responses(config: RunConfig, domain: DomainConfig) -> bool:
-    if config.trains_preferences or domain.source != "file":
+    if config.trains_preferences or domain.source != "file" or not domain.weight:
         return False
     if config.uses_dataset:
         return True

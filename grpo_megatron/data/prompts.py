@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
-from grpo_megatron.data.dataset_answers import refuse_bad_responses, warn_of_cut_answers
+from grpo_megatron.data.dataset_answers import refuse_bad_responses, with_answers
 from grpo_megatron.data.prompt_images import ImageReader, RowImage, refuse_images
 from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sources import load_problems
@@ -40,8 +40,9 @@ def load_splits(
     images: of a model that sees.
 
     Prompts that leave no room for their domain's `max_new_tokens` are dropped with a warning; where
-    the answers of rows are trained, another one says which are longer than that.
-    Raises DataError for a row that cannot be read, or whose responses cannot be trained."""
+    the answers of rows are trained, others say which are longer than that, and which are empty and
+    left out. Raises DataError for a row that cannot be read, or whose responses cannot be
+    trained."""
     longest = config.rollout.max_model_len
     prompts = []
     for domain in config.domains:
@@ -126,8 +127,6 @@ def _fitting(
     problems = load_problems(domain, config.seed)
     refuse_bad_responses(config, domain, problems)
     prompts = tokenised(domain, problems, tokenizer, images)
-    if config.uses_dataset and images is None:  # which such a run does not train
-        warn_of_cut_answers(config, domain, tokenizer, problems, prompts)
     fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
     if len(fitting) < len(prompts):
         longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -143,7 +142,14 @@ def _fitting(
                 remedy=f"set max_model_len to at least {longest} + max_new_tokens",
             )
         logger.warning("%s; they are dropped", message)
-    return fitting
+    if not config.uses_dataset or not domain.weight:
+        return fitting
+    rows = []
+    # a model that sees is trained by RL alone: no problem is left out because of an image here
+    for problem, prompt in zip(problems, prompts, strict=True):
+        if 0 < len(prompt.token_ids) <= limit:
+            rows.append((problem, prompt))
+    return with_answers(config, domain, tokenizer, rows)
 
 
 def text_hash(text: str) -> str:

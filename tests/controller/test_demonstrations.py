@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.demonstrations import Demonstrations
+from grpo_megatron.controller.demonstrations import Demonstrations, demonstrated
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
@@ -68,7 +69,7 @@ def tokenizer(model):
     return load_tokenizer(model)
 
 
-def demonstrated(config: RunConfig, tokenizer, model, tmp_path, domain: int = 0):
+def played(config: RunConfig, tokenizer, model, tmp_path, domain: int = 0):
     async def main():
         prompts = load_prompts(config.domains[domain], 0, tokenizer)
         async with EnvironmentHost(config.domains, log_path=tmp_path / "log") as host:
@@ -80,7 +81,7 @@ def demonstrated(config: RunConfig, tokenizer, model, tmp_path, domain: int = 0)
 
 
 def test_the_environment_replies_to_demonstrated_turns(tokenizer, model, tmp_path):
-    for prompt, found in demonstrated(recipe([CALL, "{answer}"]), tokenizer, model, tmp_path):
+    for prompt, found in played(recipe([CALL, "{answer}"]), tokenizer, model, tmp_path):
         require_sound(found, prompt.prompt_id)
         assert found.outcome == 1.0 and len(found.turns) == 2
         said = []
@@ -99,7 +100,7 @@ def test_the_environment_replies_to_demonstrated_turns(tokenizer, model, tmp_pat
 
 def test_other_domains_have_answers_of_one_turn(tokenizer, model, tmp_path):
     config = recipe([CALL, "{answer}"])
-    for prompt, found in demonstrated(config, tokenizer, model, tmp_path, domain=1):
+    for prompt, found in played(config, tokenizer, model, tmp_path, domain=1):
         assert found.turns == () and found.text == prompt.answer
 
 
@@ -118,7 +119,7 @@ def test_other_domains_have_answers_of_one_turn(tokenizer, model, tmp_path):
 )
 def test_what_is_no_demonstration(tokenizer, model, tmp_path, demonstration, environment, message):
     with pytest.raises(DataError) as caught:
-        demonstrated(recipe(demonstration, **environment), tokenizer, model, tmp_path)
+        played(recipe(demonstration, **environment), tokenizer, model, tmp_path)
     assert message in str(caught.value)
     assert "[[domains]] products, environment.demonstration" in str(caught.value)
 
@@ -153,3 +154,32 @@ def test_an_episode_that_cannot_be_scored_is_played_again(tokenizer, model, num_
         return
     with pytest.raises(DataError, match="could not be scored, 3 times"):
         asyncio.run(played)
+
+
+def test_prompts_with_an_empty_answer_are_no_demonstrations(tokenizer, caplog):
+    config = recipe([CALL, "{answer}"])
+    prompts = {}
+    for domain in config.domains:
+        prompts[domain.name] = load_prompts(domain, 0, tokenizer)
+    [first, *others] = prompts["sums"]
+    prompts["sums"] = [replace(first, answer=" "), *others]
+    found = demonstrated(config, tokenizer, prompts)
+    assert found == {"products": tuple(prompts["products"]), "sums": tuple(others)}
+    assert "'sums': 1 of 8 prompts have an empty answer" in caplog.text
+
+    prompts["sums"] = [replace(prompt, answer="") for prompt in prompts["sums"]]
+    assert list(demonstrated(config, tokenizer, prompts)) == ["products"]
+    del prompts["products"]
+    with pytest.raises(DataError, match="the cold start has nothing to train"):
+        demonstrated(config, tokenizer, prompts)
+
+
+def test_answers_of_domains_without_a_weight_are_not_looked_at(tokenizer):
+    config = recipe([CALL, "{answer}"])
+    evaluated = config.domains[1].model_copy(update={"weight": 0.0})
+    config = config.model_copy(update={"domains": (config.domains[0], evaluated)})
+    prompts = {}
+    for domain in config.domains:
+        prompts[domain.name] = load_prompts(domain, 0, tokenizer)
+    prompts["sums"] = [replace(prompt, answer="") for prompt in prompts["sums"]]
+    assert len(demonstrated(config, tokenizer, prompts)["sums"]) == 8

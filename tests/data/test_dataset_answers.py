@@ -258,19 +258,88 @@ def test_where_no_answer_is_trained_it_may_say_more(tmp_path):
     assert check(recipe_of(tmp_path, rows, template="chat", kind="rl")) == [[REPLY["content"]]]
 
 
+EMPTY_ROWS = [
+    ({"question": "1 + 2?", "answer": " "}, "{question}"),
+    ({"question": "1 + 2?", "answer": "3", "responses": ["", " "]}, "{question}"),
+    ({"messages": [USER, {**REPLY, "content": ""}]}, "chat"),
+]
+
+
+@pytest.mark.parametrize(("row", "template"), EMPTY_ROWS)
+def test_a_file_of_empty_answers_is_refused_with_the_first(tmp_path, tokenizers, row, template):
+    config = recipe_of(tmp_path, [row, row], template=template)
+    for refuse in (check, lambda config: load_splits(config, tokenizers["qwen"])):
+        with pytest.raises(DataError, match="answers of all rows of domain 'sums'") as caught:
+            refuse(config)
+        assert caught.value.where.endswith("rows.jsonl:1")
+
+
+@pytest.mark.parametrize(("row", "template"), EMPTY_ROWS)
+def test_empty_answers_are_left_out_and_counted(tmp_path, tokenizers, caplog, row, template):
+    whole = CHAT_ROW if template == "chat" else PLAIN_ROW
+    field = "messages" if template == "chat" else "question"
+    other = json.loads(json.dumps(row).replace("?", "??"))
+    partly = {**json.loads(json.dumps(whole).replace("?", "???")), "responses": ["", "three"]}
+    if template == "chat":
+        partly[field][-1]["content"] = ""
+    config = recipe_of(tmp_path, [whole, other, partly, row], template=template)
+    check(config)
+    tokenizer = tokenizers["qwen"]
+    prompts = load_splits(config, tokenizer).train["sums"]
+    groups = asyncio.run(DatasetAnswers.of_run(config, tokenizer).rollouts(0, prompts))
+    found = []
+    for group in groups:
+        found += [completion.text for completion in group.completions]
+    expected = REPLY["content"] if template == "chat" else "3"
+    assert sorted(found) == sorted([expected, "three"])
+    assert "are left out, with 2 of 4 rows that have no other" in caplog.text
+    assert "the first is at" in caplog.text and "rows.jsonl:2" in caplog.text
+
+
+def test_an_answer_that_is_empty_behind_its_prompt_is_left_out(tmp_path, tokenizers, caplog):
+    rows = [CHAT_ROW, {"messages": [{**USER, "content": "3 + 3?"}, {**REPLY, "content": "So"}]}]
+    config = recipe_of(tmp_path, rows, template="chat")
+    prefixed = config.domains[0].model_copy(update={"assistant_prefix": "So"})
+    config = config.model_copy(update={"domains": (prefixed,)})
+    [prompt] = load_splits(config, tokenizers["qwen"]).train["sums"]
+    assert prompt.question == USER["content"]
+    assert "1 answers are empty, or say no more than their prompt" in caplog.text
+
+
+def test_an_answer_that_its_template_leaves_empty_is_left_out(tmp_path, tokenizers, caplog):
+    rows = [{**PLAIN_ROW, "thought": "count"}, {"question": "2?", "answer": "2", "thought": ""}]
+    config = recipe_of(tmp_path, rows)
+    made = config.domains[0].model_copy(update={"response_template": "{metadata[thought]}"})
+    config = config.model_copy(update={"domains": (made,)})
+    [prompt] = load_splits(config, tokenizers["qwen"]).train["sums"]
+    assert prompt.question == PLAIN_ROW["question"]
+    assert "1 answers are empty" in caplog.text and "rows.jsonl:2" in caplog.text
+
+
 @pytest.mark.parametrize(
-    ("row", "template"),
+    "row",
     [
-        ({"question": "1 + 2?", "answer": " "}, "{question}"),
-        ({"question": "1 + 2?", "answer": "3", "responses": ["three", ""]}, "{question}"),
-        ({"messages": [USER, {**REPLY, "content": ""}]}, "chat"),
+        {"messages": [USER, {**REPLY, "content": ""}]},
+        {"messages": [USER, {**REPLY, "tool_calls": [CALL]}]},
+        {**CHAT_ROW, "responses": [3]},
     ],
+    ids=["empty", "untold", "no-texts"],
 )
-def test_empty_answers_are_refused_with_their_line(tmp_path, row, template):
-    config = recipe_of(tmp_path, [row], template=template)
-    with pytest.raises(DataError, match="answer is empty") as caught:
-        check(config)
-    assert caught.value.where.endswith("rows.jsonl:1")
+@pytest.mark.parametrize("settings", [{"kind": "sft"}, {"kind": "rl", "cold_start": {}}])
+def test_a_domain_that_is_only_evaluated_may_have_any_answers(
+    tmp_path, tokenizers, caplog, row, settings
+):
+    config = recipe_of(tmp_path, [row], template="chat", **settings)
+    evaluated = config.domains[0].model_copy(update={"weight": 0.0})
+    config = config.model_copy(update={"domains": (evaluated,)})
+    check(config)
+    assert len(load_splits(config, tokenizers["qwen"]).train["sums"]) == 1
+    assert not caplog.records
+
+
+def test_rl_and_its_cold_start_take_rows_without_an_answer(tmp_path):
+    row = {"messages": [USER, {**REPLY, "content": ""}]}
+    check(recipe_of(tmp_path, [row], template="chat", kind="rl", cold_start={}))
 
 
 def test_a_response_may_be_made_of_other_fields_than_the_answer(tmp_path):
@@ -321,3 +390,22 @@ def test_answers_that_are_cut_are_told_when_the_domain_is_read(
 def test_answers_that_are_whole_are_no_warning(tmp_path, tokenizers, caplog):
     load_splits(of_lengths(tmp_path, budget=None, answers=["7", "15 * 7"]), tokenizers["qwen"])
     assert "longer than max_new_tokens" not in caplog.text
+
+
+def test_only_trained_rows_are_looked_at_for_answers_that_are_cut(tmp_path, tokenizers, caplog):
+    """Not those whose prompt is too long, and no more than the first of many."""
+    tokenizer = tokenizers["qwen"]
+    rows = [{"question": 40 * "x", "answer": 30 * "7"}, {"question": "1", "answer": "7"}]
+    config = recipe_of(tmp_path, rows, rollout={"max_new_tokens": 16, "max_model_len": 32})
+    assert len(load_splits(config, tokenizer).train["sums"]) == 1
+    assert "are dropped" in caplog.text
+    assert "longer than max_new_tokens (" not in caplog.text
+
+
+def test_of_many_rows_the_first_are_looked_at(tmp_path, tokenizers, caplog, monkeypatch):
+    monkeypatch.setattr("grpo_megatron.data.dataset_answers._ROWS_LOOKED_AT", 3)
+    monkeypatch.setattr("grpo_megatron.data.dataset_answers._TEXTS_AT_ONCE", 1)
+    texts = ["7", 30 * "7", 30 * "7", 30 * "7"]
+    load_splits(of_lengths(tmp_path, budget=None, answers=texts), tokenizers["qwen"])
+    assert "of the first 3 rows, 2 answers of 2 rows are longer" in caplog.text
+    assert "rows.jsonl:2" in caplog.text
