@@ -22,11 +22,15 @@ _TELLING = (
     "function_call",
     "reasoning_content",
     "reasoning",
+    "reasoning_details",
     "thinking",
+    "thought",
+    "tool_plan",
     "refusal",
     "audio",
 )
 """Fields by which an assistant's message says something that is not in its content."""
+_NOTHING = ("", "[]", "{}", "null")
 _OPENED_THOUGHT = re.compile(r"<think>\s*\Z")
 
 
@@ -148,14 +152,19 @@ def split_reply(messages: Sequence[Message]) -> tuple[list[Message], str | None]
 def untold_fields(message: Message) -> tuple[str, ...]:
     """Return the names of fields of an assistant's message that say something beside its content,
     such as `tool_calls`: where the content is trained, they are lost. Empty ones say nothing."""
-    found = []
-    for name in _TELLING:
-        value = message.get(name)
-        if isinstance(value, str):
-            value = value.strip()
-        if value:
-            found.append(name)
-    return tuple(found)
+    return tuple(name for name in _TELLING if _says_something(message.get(name)))
+
+
+def _says_something(value: Any) -> bool:
+    """Whether there is a value: also in JSON text, and in tables, whose fields Parquet has without
+    a value where another row has one."""
+    if isinstance(value, str):
+        return value.strip() not in _NOTHING
+    if isinstance(value, Mapping):
+        return any(_says_something(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return any(_says_something(part) for part in value)
+    return bool(value)
 
 
 def are_responses(value: object) -> bool:

@@ -230,6 +230,11 @@ CALL = {"type": "function", "function": {"name": "calc", "arguments": {"x": "1 +
         {"function_call": CALL["function"]},
         {"reasoning_content": "count"},
         {"thinking": "count"},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "count"}]},
+        {"thought": "count"},
+        {"tool_plan": "count"},
+        {"tool_calls": '[{"name": "calc"}]'},
+        {"function_call": {"name": "calc", "arguments": None}},
     ],
     ids=str,
 )
@@ -249,6 +254,21 @@ def test_fields_that_say_nothing_more_pass(tmp_path):
     empty = {"tool_calls": [], "function_call": None, "reasoning_content": " \n"}
     earlier = {"role": "assistant", "content": "6", "reasoning_content": "count"}
     rows = [{"messages": [USER, earlier, USER, {**REPLY, "name": "adder", **empty}]}]
+    assert check(recipe_of(tmp_path, rows, template="chat")) == [[REPLY["content"]]]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_calls": "[]", "reasoning_details": "{}", "thought": " null "},
+        {"function_call": {"name": None, "arguments": None}},
+        {"function_call": {"name": "", "arguments": "{}"}, "audio": {"id": None, "parts": []}},
+        {"tool_calls": [{"id": None, "function": {"name": None}}]},
+    ],
+    ids=str,
+)
+def test_tables_and_json_texts_without_a_value_say_nothing(tmp_path, fields):
+    rows = [{"messages": [USER, {**REPLY, **fields}]}]
     assert check(recipe_of(tmp_path, rows, template="chat")) == [[REPLY["content"]]]
 
 
