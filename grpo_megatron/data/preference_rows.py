@@ -60,21 +60,22 @@ def preference_of(
     of both.
 
     The prompt is a text or a conversation in a field of its own, or what the conversations `chosen`
-    and `rejected` have in common before their last message. A table may have rows of both kinds; of
-    one row both would not be trained, and it is refused. DataError names the row and what is
-    wrong in it."""
-    has_pair = _has_one(fields, (CHOSEN, REJECTED), ignored=(None, ""))
-    has_completion = _has_one(fields, (COMPLETION,), ignored=(None, ""))
-    if has_pair and has_completion:
+    and `rejected` have in common before their last message. A table may have rows of both kinds; a
+    row that has both is refused where labelled answers are trained. A `completion` without a label
+    beside a pair is the row's own. DataError names the row and what is wrong in it."""
+    has_pair = not all(_is_empty(fields.get(name)) for name in (CHOSEN, REJECTED))
+    has_completion = not _is_empty(fields.get(COMPLETION))
+    is_labelled = has_completion and not _is_empty(fields.get(LABEL))
+    if has_pair and is_labelled and not is_paired:
         raise DataError(
-            f"the row has a pair and a {COMPLETION!r}, of which one would be lost",
+            f"the row has a pair and a {COMPLETION!r} with a label, of which one would be lost",
             where=where,
             remedy=f"make two rows of it, one with {CHOSEN!r} and {REJECTED!r}, one with "
             f"{COMPLETION!r} and {LABEL!r}",
         )
     if not has_pair and not has_completion:  # answers that are empty, which are counted
-        has_pair = _has_one(fields, (CHOSEN, REJECTED), ignored=(None,))
-        has_completion = _has_one(fields, (COMPLETION,), ignored=(None,))
+        has_pair = any(fields.get(name) is not None for name in (CHOSEN, REJECTED))
+        has_completion = fields.get(COMPLETION) is not None
     if not has_pair and not has_completion:
         raise DataError(
             f"the row has neither {CHOSEN!r} and {REJECTED!r} nor {COMPLETION!r} and {LABEL!r}; it "
@@ -105,11 +106,12 @@ def preference_of(
     return PreferenceRow(problem, (chosen, rejected), (1.0, 0.0), _margin(where, fields))
 
 
-def _has_one(fields: Mapping[str, Any], names: Sequence[str], *, ignored: Sequence[object]) -> bool:
-    """Whether one of the fields has a value other than those `ignored`. A table of pairs and
-    labelled answers has all columns in every row: null where nothing is meant, in CSV an empty
-    text."""
-    return any(fields.get(name) not in ignored for name in names)
+def _is_empty(value: object) -> bool:
+    """Whether a field says nothing. A table of pairs and labelled answers has all columns in every
+    row: null or an empty list where nothing is meant, in CSV an empty text."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or value == []
 
 
 def _of_label(

@@ -89,7 +89,7 @@ def test_labels_and_pairs_that_become_labels():
     assert (row.answers, row.labels) == (("2", "3"), (1.0, 0.0))
 
 
-@pytest.mark.parametrize("absent", [None, ""])
+@pytest.mark.parametrize("absent", [None, "", " ", []])
 def test_pairs_and_labels_in_one_table(absent):
     """Every row has all columns, empty ones of what it is not."""
     columns = dict.fromkeys(("prompt", "chosen", "rejected", "completion", "label"), absent)
@@ -110,12 +110,21 @@ def test_empty_answers_of_one_table_are_counted():
     assert why_dropped(read(labelled, is_paired=False)) == "with an empty answer"
 
 
-@pytest.mark.parametrize("is_paired", [True, False])
 @pytest.mark.parametrize("rejected", [None, "", "3"])
-def test_a_row_with_a_pair_and_a_completion_is_refused(is_paired, rejected):
+def test_a_row_with_a_pair_and_a_labelled_completion_is_refused(rejected):
     fields = {"prompt": "x", "chosen": "2", "rejected": rejected, "completion": "4", "label": 0}
-    with pytest.raises(DataError, match="a pair and a 'completion', of which one would be lost"):
-        read(fields, is_paired=is_paired)
+    with pytest.raises(DataError, match="a pair and a 'completion' with a label, of which one"):
+        read(fields, is_paired=False)
+
+
+@pytest.mark.parametrize("completion", ["4", {"model": "x"}, [THREE]])
+def test_a_completion_beside_a_pair_is_the_rows_own(completion):
+    """Where no labelled answer is trained, or it has no label."""
+    fields = {"prompt": "x", "chosen": "2", "rejected": "3", "completion": completion}
+    for row in (fields, fields | {"label": None}, fields | {"label": " "}):
+        assert read(row, is_paired=False).labels == (1.0, 0.0)
+    for row in (fields, fields | {"label": True}):
+        assert read(row, is_paired=True).answers == ("2", "3")
 
 
 @pytest.mark.parametrize(
