@@ -171,16 +171,19 @@ async def reward_model(
     think_tag: str | None = None,
     end: str = "",
     label: int | None = None,
+    add_special_tokens: bool = False,
     timeout_s: float = 60.0,
 ) -> float:
     """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route.
     label: the number of the scalar, of a model that has several (its config.json names them).
     think_tag: it reads only what stands behind the thought (DeepSeek-R1, arXiv:2501.12948).
-    end: what ended the answers that it was trained on, such as `<|im_end|>`; it is read there."""
+    end: what ended the answers that it was trained on, such as `<|im_end|>`; it is read there.
+    add_special_tokens: whether the server adds those of the reward model's tokenizer: a prompt of
+    a chat template has them, but an encoder wants its `[CLS]` and `[SEP]`."""
     if think_tag is not None:
         prompt, completion = without_thought(prompt, completion, think_tag)
     text = prompt + completion + end
-    body = {"model": model, "input": text, "add_special_tokens": False}  # the prompt has them
+    body = {"model": model, "input": text, "add_special_tokens": add_special_tokens}
     reply = await post(f"{url}/pooling", body, timeout_s, api_key)
     scores = reply["data"][0]["data"]
     if not isinstance(scores, list):

@@ -156,6 +156,13 @@ def test_a_server_puts_no_second_begin_of_text_before_a_prompt(reward):
     assert request["input"].startswith("<s>6 * 7") and request["add_special_tokens"] is False
 
 
+def test_a_reward_model_may_want_its_special_tokens():
+    """An encoder's, which no template of the policy writes."""
+    reply = {"data": [{"data": [3.0]}]}
+    _, [request] = served([reply], reward_model, add_special_tokens=True)
+    assert request["add_special_tokens"] is True
+
+
 def test_one_of_several_scalars_is_chosen():
     reply = {"data": [{"data": [3.0, -1.0]}]}
     assert served([reply], reward_model, label=1)[0] == -1.0
