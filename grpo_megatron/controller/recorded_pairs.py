@@ -142,15 +142,17 @@ class _Recording:
         self, table: SampleTable, rows: np.ndarray, tokenizer: TextTokenizer
     ) -> Preference | None:
         """Return the pair of samples with one prompt, None where there is none. rows: int64."""
-        usable = [True] * len(rows)
+        answers = [_answer(table, row, tokenizer) for row in rows.tolist()]
+        usable = [bool(answer.text.strip()) for answer in answers]
+        rewards = table.reward[rows]
         correct = self._correct(table, rows)
-        pair = pair_of(table.reward[rows], correct, usable, self._how)
+        pair = pair_of(rewards, correct, usable, self._how)
+        if pair is None:  # one with an empty answer is left out, and counted as such
+            pair = pair_of(rewards, correct, [True] * len(rows), self._how)
         if pair is None:
             return None
         prompt = self._prompt(table, int(rows[0]), tokenizer)
-        chosen = _answer(table, int(rows[pair.chosen]), tokenizer)
-        rejected = _answer(table, int(rows[pair.rejected]), tokenizer)
-        return pair_preference(prompt, (chosen, rejected), pair.margin)
+        return pair_preference(prompt, (answers[pair.chosen], answers[pair.rejected]), pair.margin)
 
     def _labelled(
         self, table: SampleTable, rows: np.ndarray, tokenizer: TextTokenizer

@@ -145,6 +145,27 @@ def test_empty_labelled_answers_are_left_out_and_counted(odd_run):
     assert found.dropped["domain 'own': 2 with an empty answer"] == 2
 
 
+def test_a_pair_is_chosen_among_answers_that_are_not_empty(run, tmp_path):
+    """The worst sample is empty, another one differs from the best."""
+    of_demo, tokenizer, name = run
+    run_dir = RunDir(tmp_path)
+    resolved = load_recipe("demo/gspo-moe-cpu")
+    write_resolved(run_dir.config, resolved)
+    run_dir.model.symlink_to(of_demo.model)
+    component = resolved.config.domains[0].accuracy_component
+    groups = []
+    for question in ("1 + 1 =", "2 + 2 ="):
+        completions = tuple(completion(tokenizer, text) for text in ("2", "3", ""))
+        prompt = Prompt(question, name, question, tuple(tokenizer.encode(question)), "")
+        rewards = np.array([1.0, 0.5, 0.0])
+        group = RolloutGroup(prompt, completions, 0)
+        groups.append(ScoredGroup(group, {component: rewards}, rewards))
+    record(run_dir, 0, groups, name, tokenizer)
+    found = load(recipe(run_dir, pairs="best_worst"), tokenizer)
+    pairs = [tuple(answer.text for answer in one.answers) for one in found.by_id.values()]
+    assert pairs == [("2", "3"), ("2", "3")] and not found.dropped
+
+
 @pytest.fixture(scope="module")
 def aided_run(run, tmp_path_factory):
     """Two groups with samples that went on from something else than the question: retries behind
