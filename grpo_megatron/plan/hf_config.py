@@ -106,9 +106,23 @@ def other_field(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner: str) 
     for name, wanted in our_fields.items():
         found = their_fields.get(name)
         is_told_by_both = found is not None and wanted is not None
-        if is_told_by_both and name not in ignored and found != wanted:
+        if not is_told_by_both or name in ignored:
+            continue
+        if _without_dtypes(found) != _without_dtypes(wanted):
             return f"{name} of its config.json is {found!r}, of {owner} {wanted!r}"
     return ""
+
+
+def _without_dtypes(value: Any) -> Any:
+    """Return a value of a config.json; of a table, such as that of a tower, without the dtypes in
+    which its weights are."""
+    if not isinstance(value, Mapping):
+        return value
+    found = {}
+    for name, part in value.items():
+        if name not in ("dtype", "torch_dtype"):
+            found[name] = _without_dtypes(part)
+    return found
 
 
 _OF_USE = ("attention_dropout", "max_position_embeddings", "quantization_config")

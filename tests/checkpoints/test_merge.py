@@ -194,6 +194,19 @@ def test_fields_without_influence_may_differ(tmp_path):
     assert torch.equal(merged(tmp_path, one, two)["w"], torch.full((4,), 0.5))
 
 
+def test_dtypes_of_nested_tables_may_differ(tmp_path):
+    """As in what was merged at another dtype, which is merged again."""
+    parts = []
+    for name, dtype in (("one", "float32"), ("two", "bfloat16")):
+        tower = {"depth": 2, "torch_dtype": dtype, "dtype": dtype}
+        hf = {"model_type": "x", "torch_dtype": dtype, "audio_config": tower}
+        parts.append(checkpoint(tmp_path / name, hf, w=torch.ones(4)))
+    hf = {"model_type": "x", "audio_config": {"depth": 3, "dtype": "float32"}}
+    deeper = checkpoint(tmp_path / "three", hf, w=torch.ones(4))
+    assert "audio_config of its config.json" in refused(tmp_path, parts[0], deeper).message
+    assert torch.equal(merged(tmp_path, *parts)["w"], torch.ones(4))
+
+
 def test_fields_of_a_family_that_is_not_known_are_compared(tmp_path):
     one = checkpoint(tmp_path / "one", {"model_type": "x", "width": 3}, w=torch.zeros(4))
     two = checkpoint(tmp_path / "two", {"model_type": "x", "width": 4}, w=torch.zeros(4))
