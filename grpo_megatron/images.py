@@ -77,10 +77,12 @@ def _in_rgb(image: Image.Image) -> Image.Image:
     if is_of_ppm or image.mode.startswith("I;16"):
         return _of_16_bits(image)
     if image.mode in ("I", "F"):
-        kind = {"I": "integers of 32 bits", "F": "floating-point numbers"}[image.mode]
+        kind = {"I": "integers with a sign or of 32 bits", "F": "floating-point numbers"}[
+            image.mode
+        ]
         raise DataError(
             f"the image's pixels are {kind}, of which nothing says which one is white",
-            remedy="save it with 8 or 16 bits a colour, or leave the row out",
+            remedy="save it with 8 bits a colour, or with 16 without a sign, or leave the row out",
         )
     if not image.has_transparency_data:
         return image.convert("RGB")

@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from grpo_megatron import images
 from grpo_megatron.errors import ConfigError, DataError
@@ -159,6 +159,15 @@ def test_pixels_without_a_known_white_are_refused(kind, dtype, words):
     content = saved(Image.fromarray(np.ones((4, 4), dtype)), kind)
     with pytest.raises(DataError, match=f"{words}.* nothing says which one is white"):
         read_image(content)
+
+
+def test_greys_with_a_sign_are_told_as_such():
+    """Pillow reads 16 bits of them as it does 32."""
+    greys = Image.fromarray(np.ones((4, 4), np.uint16))
+    content = saved(greys, "TIFF", tiffinfo={TiffImagePlugin.SAMPLEFORMAT: 2})
+    with pytest.raises(DataError, match="integers with a sign or of 32 bits") as caught:
+        read_image(content)
+    assert "with 16 without a sign" in caught.value.remedy
 
 
 def test_what_is_transparent_is_white():
