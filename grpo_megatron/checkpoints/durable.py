@@ -56,8 +56,8 @@ def copy_side_files(source: Path, target: Path, dtype: str | None = None) -> Non
     folders only that of additional templates.
 
     Only a config.json that says the weights are quantised loses that: ours never are. And where
-    all weights have been given a `dtype`, it says that one. Raises SetupError when the disk is
-    full."""
+    all weights have been given a `dtype`, it says that one wherever it says one. Raises SetupError
+    when the disk is full."""
     for file in sorted([*source.iterdir(), *source.glob(_MORE_TEMPLATES)]):
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             copy = target / file.relative_to(source)
@@ -66,7 +66,8 @@ def copy_side_files(source: Path, target: Path, dtype: str | None = None) -> Non
                 shutil.copyfile(file, copy)
     config = json.loads((target / "config.json").read_text(encoding="utf-8-sig"))
     written = deepcopy(config)
-    written.pop("quantization_config", None)
+    if written.get("quantization_config") is not None:
+        del written["quantization_config"]
     if dtype is not None:
         _state_dtype(written, dtype)
     if written != config:

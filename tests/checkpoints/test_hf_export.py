@@ -202,6 +202,13 @@ def test_a_tensor_that_does_not_come_or_is_another_is_refused(tmp_path):
         target.write(target.files[0], [("b", torch.ones(3))])
 
 
+def test_a_config_that_says_not_quantised_is_copied(source, written):
+    text = '{"quantization_config": null,\n\n "model_type": "x"}\n'
+    (source / "config.json").write_text(text)
+    out, _ = written()
+    assert (out / "config.json").read_text() == text
+
+
 def test_a_config_that_says_quantised_loses_that(source, written):
     config = {"model_type": "x", "quantization_config": {"quant_method": "fp8"}}
     (source / "config.json").write_text(json.dumps(config))
