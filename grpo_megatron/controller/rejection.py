@@ -90,9 +90,8 @@ def _responses(
     for text in _accepted(group, selection, settings.scripts):
         if len(responses) == settings.max_per_prompt:
             break
-        if text.strip() and _is_text(
-            text, tokenizer
-        ):  # an empty one is refused where it is trained
+        # an empty one is left out where it is trained
+        if text.strip() and _is_text(text, tokenizer):
             responses.append(text)
     return responses
 
