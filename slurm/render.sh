@@ -66,24 +66,25 @@ directives() {
     done
 }
 
-# Options of sbatch that this script sets: short (- for none), long, and what says them.
+# Options of sbatch that this script sets: short (- for none), long, and what says them. What says the
+# same as the script, such as --requeue, may stay.
 own_options=(
     "-J --job-name the name of the recipe"
     "-p --partition PARTITION or ROLLOUT_PARTITION"
     "-N --nodes [placement] of the recipe"
-    "- --gpus-per-node placement.gpus_per_node of the recipe"
     "-t --time TIME_LIMIT"
-    "-A --account ACCOUNT"
     "- --signal NOTICE_S"
     "-o --output runs_dir of the recipe: logs are in the run's directory"
     "- --open-mode nothing: every attempt appends to one log"
-    "- --requeue MAX_RESTARTS"
     "- --no-requeue MAX_RESTARTS=0"
     "-a --array several recipes: a run is one job"
 )
+if [[ ${ACCOUNT:-} ]]; then own_options+=("-A --account ACCOUNT"); fi
+if ((gpus)); then own_options+=("- --gpus-per-node placement.gpus_per_node of the recipe"); fi
 # refuse_own WORD: sbatch takes -X… and --long…, also shortened
 refuse_own() {
     local given=${1%%=*} row short long meaning
+    if [[ $1 == --open-mode=append ]]; then return; fi
     for row in "${own_options[@]}"; do
         read -r short long meaning <<<"$row"
         if [[ $short != - && $1 == "$short"* && $1 != --* ]] ||

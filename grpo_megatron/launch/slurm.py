@@ -49,6 +49,8 @@ _ENDED_STATES = (
     "TIMEOUT",
 )
 """Of all others, such as REQUEUE_HOLD or SPECIAL_EXIT, a job may yet run."""
+_STATES_WITH_A_SCRIPT = ("RUNNING", "SIGNALING", "RESIZING")
+"""In them the job's script runs, and can be told to make a checkpoint."""
 
 
 class JobSizes(NamedTuple):
@@ -306,7 +308,7 @@ def cancel(path: Path, *, now: bool) -> str:
             "no job of this run waits or runs", where=str(path), remedy="grpo-megatron status"
         )
     flags = []
-    is_running = state_of(job)["JobState"] == "RUNNING"
+    is_running = state_of(job).get("JobState") in _STATES_WITH_A_SCRIPT
     if is_running and not now:
         flags = ["--batch", "--signal=INT"]
     slurm("scancel", *flags, job)

@@ -17,7 +17,7 @@ from grpo_megatron import assets
 from grpo_megatron.cli.main import main
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.errors import SetupError, TrainerError
-from grpo_megatron.launch.slurm import is_active
+from grpo_megatron.launch.slurm import cancel, is_active
 from grpo_megatron.launch.steps import SlurmStep, SlurmSteps
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
@@ -292,13 +292,14 @@ def test_what_sbatch_cannot_read_is_refused(
 
 
 OWN_SITE = "PARTITION=gpu\nactivate() {{ :; }}\n{}\n"
+GPUS = ["placement.gpus_per_node=8"]
 
 
-def rendered(tmp_path, capsys, *lines: str) -> tuple[int, str, str]:
+def rendered(tmp_path, capsys, *lines: str, overrides=()) -> tuple[int, str, str]:
     """Exit code, script and message for a site with these lines."""
     site = tmp_path / "own.env"
     site.write_text(OWN_SITE.format("\n".join(lines)))
-    code = main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"])
+    code = main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run", *overrides])
     said = capsys.readouterr()
     return code, said.out, said.err
 
@@ -359,16 +360,25 @@ def test_a_site_may_have_no_flags(tmp_path, capsys, flags):
         ("--gpus-per-node=2", "placement.gpus_per_node"),
         ("--job-name=x", "name of the recipe"),
         ("-A lab", "ACCOUNT"),
+        ("--open-mode=truncate", "appends"),
     ],
 )
 @pytest.mark.parametrize("layout", ["SBATCH_FLAGS='--exclusive {}'", "SBATCH_FLAGS=(-C x {})"])
 def test_flags_that_the_script_sets_are_refused(tmp_path, capsys, layout, flag, meaning):
-    code, script, error = rendered(tmp_path, capsys, layout.format(flag))
+    lines = ["ACCOUNT=lab", layout.format(flag)]
+    code, script, error = rendered(tmp_path, capsys, *lines, overrides=GPUS)
     assert code == 2 and not script
     assert f"{flag.split()[0]} in SBATCH_FLAGS" in error and meaning in error
 
 
-@pytest.mark.parametrize("flag", ["--gpus=2", "--nodelist=n1", "--time-min=5", "--mem=0", "-C p"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--gpus=2", "--nodelist=n1", "--time-min=5", "--mem=0", "-C p"),
+        *("-Alab", "--account=lab", "--gpus-per-node=2"),  # the script sets none of its own here
+        *("--requeue", "--open-mode=append"),  # as the script says
+    ],
+)
 def test_other_flags_are_the_sites(tmp_path, capsys, flag):
     code, script, _ = rendered(tmp_path, capsys, f"SBATCH_FLAGS='{flag}'")
     assert code == 0 and f"#SBATCH {flag.split()[0]}\n" in script
@@ -662,6 +672,35 @@ def test_a_directory_that_cannot_be_made_is_one_message(job_state, capsys):
 def test_a_job_has_ended_in_states_that_say_so(job_state, state, active):
     job_state.write_text(state)
     assert is_active("7") == active
+
+
+RECORDS = "JobId=7 JobState=%s"
+
+
+@pytest.mark.parametrize(
+    ("record", "flags"),
+    [
+        *((RECORDS % state, "--batch --signal=INT ") for state in ("RUNNING", "SIGNALING")),
+        (RECORDS % "RESIZING", "--batch --signal=INT "),
+        *((RECORDS % state, "") for state in ("PENDING", "CONFIGURING", "REQUEUE_HOLD")),
+        *((RECORDS % state, "") for state in ("SUSPENDED", "STOPPED", "STAGE_OUT", "COMPLETING")),
+        ("JobId=7 Reason=None", ""),
+    ],
+)
+@pytest.mark.parametrize("now", [False, True])
+def test_a_job_whose_script_runs_is_cancelled_with_a_checkpoint(job_state, record, flags, now):
+    """Of others there is nobody to make one, and a signal would be an error of scancel."""
+    tools = job_state.parent
+    (tools / "scontrol").write_text(f"#!/bin/sh\necho {record}\n")
+    (tools / "scancel").write_text(f'#!/bin/sh\necho "$@" > {tools}/cancelled\n')
+    (tools / "scancel").chmod(0o755)
+    run = RunDir(Path("run"))
+    run.slurm.mkdir(parents=True)
+    (run.slurm / "job").write_text("7\n")
+    assert cancel(run.root, now=now) == "7"
+    if now:
+        flags = ""
+    assert (tools / "cancelled").read_text() == f"{flags}7\n"
 
 
 def test_a_run_whose_job_never_began_is_submitted_anew(job_state, capsys):
