@@ -594,6 +594,8 @@ def test_a_rule_set_fills_in_names_and_values():
         ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
         ["allocation={max_samples_per_prompt=8}", "sampling.dynamic=true", "correction={}"],
         [*SEEDED, "batch.max_staleness=1", "allocation.samples_per_round=1"],
+        # without engines nobody asks how wide one would be
+        [*PREFERENCES, "placement.gpus_per_node=3", "rollout.tensor_parallel_size=4"],
         LESSONS,
         [*LESSONS, *SERVED_WRITER, "experience.writer_max_tokens=9000"],
         [*LESSONS, "kind=eval", "num_steps=0", "experience.path=/x/experience.json"],

@@ -78,7 +78,8 @@ def wide_servers_fill_nodes(run: RunConfig) -> Violation | None:
     on each where they have several."""
     gpus = run.placement.gpus_per_node
     rollout = run.rollout
-    if not gpus or rollout.num_workers <= gpus:
+    has_engines = run.num_replicas > 0
+    if not gpus or not has_engines or rollout.num_workers <= gpus:
         return None
     tp = rollout.tensor_parallel_size
     fills_nodes = rollout.num_workers % gpus == 0
