@@ -5,13 +5,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _NEGATIVE_NUMBER = re.compile(r"-(\d+|\d*\.\d+)")
+_SECOND_NAMES = {"--device-memory-utilization": "--gpu-memory-utilization"}
+"""Further names of options that this package looks for, with their first one."""
 
 
 class EngineOption(NamedTuple):
     """An option as it is given."""
 
     name: str
-    """With dashes, and without keys behind a dot (`--speculative-config.model`)."""
+    """The option's first one, with dashes, and without keys behind a dot
+    (`--speculative-config.model`)."""
     value: str
     """What is joined by =, or else the next word; empty where there is nothing."""
 
@@ -50,8 +53,8 @@ def _is_option(word: str) -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """Return the name with dashes: vLLM takes underscores as well."""
+    """Return the option's first name with dashes: vLLM takes underscores as well."""
     name = name.partition(".")[0]
     if name.startswith("--"):
-        return name.replace("_", "-")
-    return name
+        name = name.replace("_", "-")
+    return _SECOND_NAMES.get(name, name)

@@ -19,7 +19,7 @@ _OPTIONS: tuple[str, ...] = tuple(_RECORDED["options"])
 
 _TENSOR_PARALLEL_SIZE = "rollout.tensor_parallel_size"
 _DATA_PARALLEL_SIZE = "rollout.data_parallel_size"
-_NODES = "placement.rollout_nodes"
+_EXPERT_PARALLEL = "rollout.expert_parallel"
 _OWN_FIELDS = {
     "--tensor-parallel-size": _TENSOR_PARALLEL_SIZE,
     "-tp": _TENSOR_PARALLEL_SIZE,
@@ -27,17 +27,41 @@ _OWN_FIELDS = {
     "-dp": _DATA_PARALLEL_SIZE,
     "--data-parallel-size-local": _DATA_PARALLEL_SIZE,
     "-dpl": _DATA_PARALLEL_SIZE,
-    "--enable-expert-parallel": "rollout.expert_parallel",
-    "--no-enable-expert-parallel": "rollout.expert_parallel",
-    "-ep": "rollout.expert_parallel",
-    "--nnodes": _NODES,
-    "-n": _NODES,
-    "--node-rank": _NODES,
-    "-r": _NODES,
-    "--headless": _NODES,
+    "--enable-expert-parallel": _EXPERT_PARALLEL,
+    "--no-enable-expert-parallel": _EXPERT_PARALLEL,
+    "-ep": _EXPERT_PARALLEL,
 }
-"""Options that say how many workers there are, and where, with the field that says so for
+"""Options that say how many workers there are and what each holds, with the field that says so for
 placement, publishing and the plan too."""
+_OF_THE_LAUNCHER = (
+    "--nnodes",
+    "-n",
+    "--node-rank",
+    "-r",
+    "--headless",
+    "--master-addr",
+    "--master-port",
+    "--data-parallel-rank",
+    "-dpn",
+    "--data-parallel-start-rank",
+    "-dpr",
+    "--data-parallel-address",
+    "-dpa",
+    "--data-parallel-rpc-port",
+    "-dpp",
+    "--data-parallel-external-lb",
+    "--no-data-parallel-external-lb",
+    "-dpe",
+    "--data-parallel-hybrid-lb",
+    "--no-data-parallel-hybrid-lb",
+    "-dph",
+    "--data-parallel-multi-port-external-lb",
+    "-dpm",
+    "--device-ids",
+    "--port",
+)
+"""Options that say where a server and its workers are, which follows from `[placement]`."""
+_HELP = ("--help", "-h")
 _MORE_WORKERS = (
     "--pipeline-parallel-size",
     "-pp",
@@ -50,9 +74,9 @@ _SECRETS = ("--api-key", "--hf-token")
 
 
 def argument_problems(rollout: RolloutConfig) -> Iterator[Violation]:
-    """Yield what is wrong: options that add workers behind the back of all checks, keys (arguments
-    stand in config.json and in the list of processes), options that vLLM does not have, and a share
-    of memory that is none."""
+    """Yield what is wrong: options that add workers behind the back of all checks or say where they
+    are, keys (arguments stand in config.json and in the list of processes), options that vLLM does
+    not have, and a share of memory that is none."""
     for option in given_options(rollout.engine_arguments):
         if option.name in _OPTIONS or option.name.startswith("-O"):  # -O3: no blank is needed
             yield from _problems_of(option.name)
@@ -107,15 +131,30 @@ def _problems_of(name: str) -> Iterator[Violation]:
     if field is not None:
         yield Violation(
             _ARGUMENTS,
-            f"{name} is given to vLLM already",
+            f"{name}: a field of the recipe says this",
             remedy=f"set {field} instead",
             related=(field,),
+        )
+    if name in _OF_THE_LAUNCHER:
+        yield Violation(
+            _ARGUMENTS,
+            f"{name}: the launcher sets this, from [placement]",
+            remedy="leave it out",
+            related=("placement.rollout_nodes",),
+        )
+    if name in _HELP:
+        yield Violation(
+            _ARGUMENTS,
+            f"{name} is no option of a server, which would print a text and end",
+            remedy="leave it out; vllm serve --help=all lists the options",
         )
 
 
 def _unknown(name: str) -> Violation:
     """Refuse an option that the recorded version does not have, and an abbreviation."""
-    close = _meanings(name) or nearest(name, _OPTIONS)
+    close: list[str] = []
+    if _has_letters(name):
+        close = _meanings(name) or nearest(name, _OPTIONS)
     remedy = "vllm serve --help=all lists them"
     if close:
         remedy = f"write {' or '.join(close[:3])}"
@@ -128,8 +167,14 @@ def _unknown(name: str) -> Violation:
 
 
 def _meanings(name: str) -> list[str]:
-    """Return the options that vLLM's parser may take an abbreviation for."""
+    """Return the options that vLLM's parser may take an abbreviation for; `-` and `--` are none."""
+    if not _has_letters(name):
+        return []
     return [option for option in _OPTIONS if option.startswith(name)]
+
+
+def _has_letters(name: str) -> bool:
+    return bool(name.strip("-"))
 
 
 def _problems_of_share(option: EngineOption) -> Iterator[Violation]:

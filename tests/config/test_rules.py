@@ -643,3 +643,11 @@ def test_arguments_of_the_engine_may_have_underscores():
 )
 def test_an_argument_of_the_engine_is_left_out_with_its_value(arguments):
     assert without_option(["--a", "1", *arguments, "--b=2"], "--gone") == ["--a", "1", "--b=2"]
+
+
+@pytest.mark.parametrize("name", ["--device-memory-utilization", "--device_memory_utilization"])
+def test_an_argument_of_the_engine_may_have_its_second_name(name):
+    share = "--gpu-memory-utilization"
+    rollout = RolloutConfig(engine_arguments=(f"{share}=0.9", name, "0.2"))
+    assert rollout.engine_argument(share) == "0.2"
+    assert without_option([*rollout.engine_arguments, "--b"], share) == ["--b"]

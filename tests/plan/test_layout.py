@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron.config.engine_words import given_options
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.network import Endpoint
 from grpo_megatron.plan import engine_arguments, layout
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf
+from grpo_megatron.rollout.replica import multi_node_arguments
 
 MOE = facts_from_hf(
     {
@@ -207,6 +210,7 @@ def test_latent_attention_needs_sequence_parallelism_with_tp():
         ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization=0",)}),
         ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization",)}),
         ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization", "-O3")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--device-memory-utilization=abc",)}),
         ("record_routes", DENSE, {"record_routes": True}),
         ("context_length", MOE, {"max_model_len": 4097}),
         ("truncation_bound", replace(MOE, vocab_size=1025), {"top_p": 0.9}),
@@ -239,6 +243,64 @@ def test_an_abbreviation_and_a_mistyped_argument_are_told_with_what_is_meant():
     assert "write --gpu-memory-utilization" in found.remedy
     [found] = check(MOE, {"engine_arguments": ("--enforce-eagre",)})
     assert "write --enforce-eager" in found.remedy
+
+
+@pytest.mark.parametrize("argument", ["--", "-"])
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_dashes_alone_are_no_abbreviation(monkeypatch, argument, is_recorded):
+    monkeypatch.setattr(engine_arguments, "has_recorded_options", lambda: is_recorded)
+    found = check(MOE, {"engine_arguments": (argument,)})
+    assert len(found) == is_recorded
+    assert not any("write" in violation.remedy for violation in found)
+
+
+@pytest.mark.parametrize(
+    "argument", ["--enable-expert-parallel", "-ep", "--no_enable_expert_parallel"]
+)
+def test_what_a_field_says_is_told_with_the_field(argument):
+    [found] = check(MOE, {"engine_arguments": (argument,)})
+    assert "a field of the recipe says this" in found.message
+    assert found.remedy == "set rollout.expert_parallel instead"
+
+
+OF_THE_LAUNCHER = [
+    *(
+        "--nnodes=2",
+        "-n",
+        "--node-rank=1",
+        "-r",
+        "--headless",
+        "--master-addr=a",
+        "--master-port=1",
+    ),
+    *("--data-parallel-rank=1", "-dpn", "--data-parallel-start-rank=1", "-dpr"),
+    *("--data-parallel-address=a", "-dpa", "--data-parallel-rpc-port=1", "-dpp"),
+    *("--data-parallel-external-lb", "-dpe", "--data-parallel-hybrid-lb", "-dph"),
+    *("--data-parallel-multi-port-external-lb", "-dpm", "--device-ids=0,1", "--port=1"),
+]
+
+
+@pytest.mark.parametrize("argument", OF_THE_LAUNCHER)
+def test_where_workers_are_is_what_the_launcher_says(argument):
+    [found] = check(MOE, {"engine_arguments": (argument,)})
+    assert "the launcher sets this" in found.message and found.remedy == "leave it out"
+
+
+def test_what_the_launcher_adds_for_several_nodes_is_refused_as_an_argument():
+    head = Endpoint("host", 1)
+    added = set()
+    for sizes in ({"tensor_parallel_size": 8}, {"data_parallel_size": 8}):
+        words = multi_node_arguments(RolloutConfig(**sizes), 2, 1, head)
+        added |= {option.name for option in given_options(words)}
+    assert "--headless" in added
+    for name in sorted(added):
+        assert check(MOE, {"engine_arguments": (name,)}), name
+
+
+@pytest.mark.parametrize("argument", ["--help", "-h", "--help=all"])
+def test_a_server_is_not_asked_for_help(argument):
+    [found] = check(MOE, {"engine_arguments": (argument,)})
+    assert "no option of a server" in found.message
 
 
 @pytest.mark.parametrize(
