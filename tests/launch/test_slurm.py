@@ -419,10 +419,9 @@ def test_paths_of_containers_may_have_blanks(
     monkeypatch.setenv("BINDS", paths["mounts"])
     assert main(["submit", "demo/gspo-moe-cpu", "--site", site, "--dry-run"]) == 0
     settings = capsys.readouterr().out.partition("# --- the site")[2].partition("\nset --")[0]
-    scripts = assets.root() / "slurm"
-    [split] = re.findall(f"mapfile .*{variable}.*", (scripts / "doctor.sbatch").read_text())
-    array = split.split()[4]
-    show = f'printf "%s\\n" "${variable}"; {split}; printf "%s\\n" "${{{array}[@]}}"'
+    source = f"source {assets.root() / 'slurm' / 'words.sh'}"
+    split = f"{source}; words_of {variable} found"
+    show = f'printf "%s\\n" "${variable}"; {split}; printf "%s\\n" "${{found[@]}}"'
     done = subprocess.run(
         ["bash", "-c", f"#{settings}\n{show}"], capture_output=True, text=True, check=True
     )
@@ -430,6 +429,49 @@ def test_paths_of_containers_may_have_blanks(
     assert shlex.split(joined) == words
     for word in expected:
         assert word.format(**paths) in words
+
+
+SHOWN = "#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n"
+
+
+def job_of_script(tmp_path, name: str, text: str, monkeypatch) -> subprocess.CompletedProcess:
+    """What a script of `slurm` does on a site with this GRPO_MEGATRON_SRUN_FLAGS; `srun` is a
+    stand-in that prints its words."""
+    for tool, content in (("srun", SHOWN), ("scontrol", "#!/bin/sh\n")):
+        (tmp_path / tool).write_text(content)
+        (tmp_path / tool).chmod(0o755)
+    (tmp_path / "config.json").touch()
+    site = tmp_path / "site.env"
+    site.write_text(f"activate() {{ :; }}\nGRPO_MEGATRON_SRUN_FLAGS={shlex.quote(text)}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(assets.root()))
+    monkeypatch.setenv("SITE", str(site))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    return subprocess.run(
+        ["bash", assets.root() / "slurm" / f"{name}.sbatch", tmp_path, tmp_path / "address"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_words_of_a_site_are_those_of_a_run(tmp_path, monkeypatch):
+    text = """--comment="it's x" --a='b  c' d\\ e '' "\n" --last"""
+    done = job_of_script(tmp_path, "convert", text, monkeypatch)
+    assert done.returncode == 0, done.stderr
+    expected = ["--ntasks=1", *shlex.split(text), "grpo-megatron", "convert", str(tmp_path)]
+    assert done.stdout == "\n".join([*expected, str(tmp_path / "address"), ""])
+
+
+@pytest.mark.parametrize("name", ["convert", "doctor", "serve", "prove"])
+def test_a_quote_of_a_site_has_an_end(tmp_path, monkeypatch, name):
+    """Words that are lost would be a container without its mounts, for example."""
+    done = job_of_script(tmp_path, name, "--comment=it's --mem=0", monkeypatch)
+    assert done.returncode == 2 and not done.stdout
+    assert "GRPO_MEGATRON_SRUN_FLAGS of the site: No closing quotation" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 RUN = """#!/usr/bin/env bash
