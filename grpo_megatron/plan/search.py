@@ -11,6 +11,8 @@ from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.devices import device_bytes
+from grpo_megatron.plan.fp8_weights import FP8_RULES
+from grpo_megatron.plan.lora import LORA_RULES
 from grpo_megatron.plan.memory import Plan, plan_of
 from grpo_megatron.plan.model_facts import ModelFacts, model_facts
 from grpo_megatron.plan.trainer_rules import TRAINER_RULES
@@ -80,12 +82,21 @@ def _fitting_with(config: RunConfig, ranks: int, device: str) -> Iterator[tuple[
         if hopeless or any(TRAINER_RULES.broken_names(trainer, facts)):
             continue
         changed = config.model_copy(update={"trainer": trainer})
-        if any(PLACEMENT_RULES.broken_names(changed)):
+        if _breaks_a_rule(changed, facts):
             continue
         plan = plan_of(changed, device, worst_only=True)
         assert plan.usable_bytes is not None  # of a placement with GPUs
         if plan.worst.total <= plan.usable_bytes:
             yield changed, plan
+
+
+def _breaks_a_rule(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether a layout breaks a rule of its placement, of weights in FP8 or of adapters."""
+    if any(PLACEMENT_RULES.broken_names(config)):
+        return True
+    if config.rollout.fp8 != "none" and any(FP8_RULES.broken_names(config, facts)):
+        return True
+    return config.lora is not None and any(LORA_RULES.broken_names(config, config.lora, facts))
 
 
 def settings_of(config: RunConfig, changed: RunConfig, tables: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.memory import memory_problems, plan_of
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.search import search
@@ -123,6 +124,36 @@ def test_a_layout_that_is_proposed_is_one_that_is_taken(source, shape, overrides
         assert memory_problems(config, plan_of(config)) == []
         placement = config.placement
         assert (placement.trainer_nodes, placement.gpus_per_node) == shape
+
+
+SHORT = [
+    "placement.rollout_nodes=1",
+    "rollout.num_replicas=4",
+    "rollout.max_model_len=8192",
+    "rollout.max_new_tokens=4096",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        # MLP of 13824 / 8 = 13.5 blocks
+        (["model.preset=qwen2.5-14b", "rollout.fp8=blockwise"], "trainer.tensor_parallel_size=8"),
+        # stages of dense layers alone would have no adapters
+        (
+            ["model.preset=moonlight-16b-a3b", 'lora={rank=8,targets=["mlp.experts"]}'],
+            "trainer.pipeline_parallel_size=2",
+        ),
+    ],
+)
+def test_no_layout_is_proposed_that_weights_in_fp8_or_adapters_refuse(overrides, refused):
+    overrides = [*overrides, *SHORT]
+    with pytest.raises(ConfigError, match=r"rollout\.fp8|lora\.targets"):
+        resolve(SMALL, [*overrides, "trainer.num_ranks=8", refused])
+    rows = search(resolve(SMALL, overrides).config, 1, 8, "h100-80g")
+    assert rows
+    for row in rows:
+        assert refused not in row["settings"].split()
 
 
 def test_shorter_last_stage_and_virtual_stages_are_found():
