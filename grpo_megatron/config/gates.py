@@ -160,7 +160,7 @@ def _refuse_beyond_shares(gate: Gate) -> None:
 
 
 def refuse_beyond_reach(gate: Gate, num_steps: int) -> None:
-    """Raise ConfigError for a gate that cannot be open: it asks for fewer than no seconds, steps or
+    """Raise ConfigError for a gate that cannot be open: it asks for less than 0 seconds, steps or
     prompts, or for more than the `num_steps` of the run."""
     if gate.against is not None or gate.name.rpartition(".")[2] not in _NEVER_NEGATIVE:
         return
@@ -175,9 +175,11 @@ def refuse_beyond_reach(gate: Gate, num_steps: int) -> None:
         most = num_steps
     is_above = gate.compare in (">", ">=") and not _COMPARE[gate.compare](most, gate.limit)
     if is_above:
+        remedy = f"write steps >= {num_steps}, or raise num_steps"
+        if num_steps == 0:  # of an evaluation, for example
+            remedy = "leave it out: the run trains nothing"
         raise ConfigError(
-            f"{gate.text!r} can never be open: the run has num_steps = {num_steps}",
-            remedy=f"write steps >= {num_steps}, or raise num_steps",
+            f"{gate.text!r} can never be open: the run has num_steps = {num_steps}", remedy=remedy
         )
 
 

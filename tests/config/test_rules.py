@@ -651,3 +651,11 @@ def test_an_argument_of_the_engine_may_have_its_second_name(name):
     rollout = RolloutConfig(engine_arguments=(f"{share}=0.9", name, "0.2"))
     assert rollout.engine_argument(share) == "0.2"
     assert without_option([*rollout.engine_arguments, "--b"], share) == ["--b"]
+
+
+@pytest.mark.parametrize(("num_steps", "raises_steps"), [(0, False), (2, True)])
+def test_a_gate_on_steps_is_not_reached_by_steps_that_nothing_trains(num_steps, raises_steps):
+    gate = f'gates=["steps >= {num_steps + 1}"]'
+    [found] = check_rules(unchecked_config(f"num_steps={num_steps}", gate))
+    assert f"num_steps = {num_steps}" in found.message
+    assert ("raise num_steps" in found.remedy) == raises_steps
