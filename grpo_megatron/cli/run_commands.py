@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,7 @@ SkipRewardCheck = Annotated[
     bool,
     flag(
         "skip-reward-check",
-        ("Submit although rewards can only be imported on the cluster; a wrong one ends the job."),
+        ("Go on although rewards can only be imported on the cluster; a wrong one ends the job."),
     ),
 ]
 InJob = Annotated[
@@ -99,22 +100,13 @@ def resume(
     from grpo_megatron.launch import local, slurm
 
     if (RunDir(run).slurm / "train.sbatch").exists() and not in_job and not here:
-        if overrides:
-            _refuse_overrides_of_job(RunDir(run), overrides, skip_reward_check=skip_reward_check)
-        typer.echo(slurm.resume(run, overrides or []))
+        check = partial(refuse_unbound, skip_reward_check=skip_reward_check)
+        typer.echo(slurm.resume(run, overrides or [], check))
         return
-    raise typer.Exit(local.resume(run, overrides or [], in_job=in_job))
-
-
-def _refuse_overrides_of_job(
-    run_dir: RunDir, overrides: list[str], *, skip_reward_check: bool
-) -> None:
-    """Try what a run that goes on as a job names, before the job waits in a queue."""
-    from grpo_megatron.launch.resuming import resolve_resumed
-    from grpo_megatron.launch.slurm import refuse_active
-
-    refuse_active(run_dir)
-    refuse_unbound(resolve_resumed(run_dir, overrides).config, skip_reward_check=skip_reward_check)
+    if skip_reward_check:
+        warn_unchecked_rewards()
+    code = local.resume(run, overrides or [], in_job=in_job, skip_reward_check=skip_reward_check)
+    raise typer.Exit(code)
 
 
 def submit(
@@ -152,25 +144,13 @@ def refuse_unbound(config: Any, *, skip_reward_check: bool) -> None:
     """Try what a recipe names outside of itself before its job waits; see `launch.bindings`.
 
     skip_reward_check: not what may be on the cluster only."""
-    from grpo_megatron.launch.bindings import (
-        SKIP_REMEDY,
-        refuse_other_tokens,
-        refuse_unbound_environments,
-        refuse_unbound_objective,
-        refuse_unbound_rewards,
-        refuse_unreadable_problems,
-        refuse_unset_keys,
-    )
+    from grpo_megatron.launch.bindings import SKIP_REMEDY, refuse_unbound_code, refuse_unfit_data
 
     if skip_reward_check:
         warn_unchecked_rewards()
     else:
-        refuse_unbound_objective(config)
-        refuse_unbound_rewards(config, remedy=SKIP_REMEDY)
-        refuse_unbound_environments(config, remedy=SKIP_REMEDY)
-        refuse_unset_keys(config)
-    refuse_unreadable_problems(config)
-    refuse_other_tokens(config)
+        refuse_unbound_code(config, remedy=SKIP_REMEDY)
+    refuse_unfit_data(config)
 
 
 def print_advice(config: Any) -> None:

@@ -21,14 +21,35 @@ from grpo_megatron.data.tokenizer import load_tokenizer, token_with_another_id
 from grpo_megatron.data.tool_calls import AUTO, FORMATS, format_of
 from grpo_megatron.environments.python import refuse_long_programs
 from grpo_megatron.environments.registry import bind
-from grpo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
+from grpo_megatron.errors import (
+    ConfigError,
+    DataError,
+    EpisodeError,
+    GrpoMegatronError,
+    RewardError,
+)
 from grpo_megatron.rewards.code_tests import code_tests
 from grpo_megatron.rewards.pool import Component, components_of
 from grpo_megatron.rollout.agent_command import find_program
 from grpo_megatron.rollout.tool_parsers import ToolCallReader, require_format
 from grpo_megatron.types import Problem
 
-SKIP_REMEDY = "if only the cluster has it, submit with --skip-reward-check"
+SKIP_REMEDY = "if only the cluster has it, give --skip-reward-check"
+
+
+def refuse_unbound_code(config: RunConfig, *, remedy: str = "") -> None:
+    """Import or find what the recipe names in Python and in this environment: objective, rewards,
+    environments, keys. Raises as the functions for each. remedy: what else would help."""
+    refuse_unbound_objective(config, remedy=remedy)
+    refuse_unbound_rewards(config, remedy=remedy)
+    refuse_unbound_environments(config, remedy=remedy)
+    refuse_unset_keys(config, remedy=remedy)
+
+
+def refuse_unfit_data(config: RunConfig) -> None:
+    """Read the first problems and compare tokenizers. Raises as the functions for each."""
+    refuse_unreadable_problems(config)
+    refuse_other_tokens(config)
 
 
 def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
@@ -42,9 +63,14 @@ def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
             components = components_of(domain, config.max_new_tokens_of(domain.name))
             _refuse_long_tests(components, config.data.reward_timeout_s)
         except RewardError as error:
-            if remedy:
-                error.remedy = (error.remedy or "correct the recipe") + f"; {remedy}"
+            _add_remedy(error, remedy)
             raise
+
+
+def _add_remedy(error: GrpoMegatronError, remedy: str) -> None:
+    """Say what else would help; empty: nothing."""
+    if remedy:
+        error.remedy = f"{error.remedy or 'correct the recipe'}; {remedy}"
 
 
 def _refuse_long_tests(components: Sequence[Component], limit_s: float) -> None:
@@ -82,15 +108,15 @@ def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
                 _refuse_unserved_format(domain.episodes.tool_format, config.model)
         except (EpisodeError, ConfigError) as error:
             error.where = f"[[domains]] {domain.name}, {domain.episodes_table}"
-            if remedy:
-                error.remedy = f"{error.remedy or 'correct the recipe'}; {remedy}"
+            _add_remedy(error, remedy)
             raise
 
 
-def refuse_unset_keys(config: RunConfig) -> None:
+def refuse_unset_keys(config: RunConfig, *, remedy: str = "") -> None:
     """Look up the keys of served teachers and of the writer of lessons.
 
-    Raises ConfigError as the controller would: the environment has no such variable."""
+    Raises ConfigError as the controller would: the environment has no such variable. remedy: what
+    else would help."""
     references: dict[str, str | None] = {}
     if config.distillation is not None:
         for number, teacher in enumerate(config.distillation.teachers):
@@ -104,6 +130,7 @@ def refuse_unset_keys(config: RunConfig) -> None:
             from_environment(reference)
         except ConfigError as error:
             error.where = key
+            _add_remedy(error, remedy)
             raise
 
 
@@ -142,11 +169,16 @@ def _refuse_unserved_format(name: str, model: ModelConfig) -> None:
             raise EpisodeError(f"tool_format: {error.message}", remedy=error.remedy) from error
 
 
-def refuse_unbound_objective(config: RunConfig) -> None:
+def refuse_unbound_objective(config: RunConfig, *, remedy: str = "") -> None:
     """Import what `[objective]` names as `module:function`.
 
-    Raises ConfigError as the trainer would: no such module or function."""
-    import_functions(config.objective)
+    Raises ConfigError as the trainer would: no such module or function. remedy: what else would
+    help."""
+    try:
+        import_functions(config.objective)
+    except ConfigError as error:
+        _add_remedy(error, remedy)
+        raise
 
 
 def refuse_other_tokens(config: RunConfig) -> None:

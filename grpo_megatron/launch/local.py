@@ -9,14 +9,6 @@ from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import GrpoMegatronError, as_own_error
-from grpo_megatron.launch.bindings import (
-    refuse_other_tokens,
-    refuse_unbound_environments,
-    refuse_unbound_objective,
-    refuse_unbound_rewards,
-    refuse_unreadable_problems,
-    refuse_unset_keys,
-)
 from grpo_megatron.launch.resuming import resolve_resumed, settings_unless_refused
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import clear_locked, run_lock
@@ -41,11 +33,17 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
         return _run(resolved, run_dir, in_job)
 
 
-def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
+def resume(
+    path: Path, overrides: list[str], *, in_job: bool = False, skip_reward_check: bool = False
+) -> int:
     """Continue a run from its newest complete checkpoint; returns the exit code. ConfigError where
     no run is, which then gets no lock either; raises as `resolve_resumed`, and as `train` does for
     what the recipe names. The run keeps its `config.json` where it does not get as far as to load
-    its checkpoint."""
+    its checkpoint.
+
+    in_job: what the recipe names is left to the controller, as the batch script, which this runs
+    in, may be outside of the container that has it. skip_reward_check: so are rewards,
+    environments, objective and keys."""
     run_dir = RunDir(path)
     read_resolved(run_dir.config)
     with run_lock(run_dir):
@@ -53,20 +51,24 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
         refuse_cpu_engine(resolved.config)
-        _refuse_unbound(resolved.config)  # also what was there before may have changed since
+        if not in_job:  # also what was there before may have changed since
+            _refuse_unbound(resolved.config, skip_reward_check=skip_reward_check)
         record_first_settings(run_dir)
         with settings_unless_refused(run_dir, overrides):
             return _run(resolved, run_dir, in_job)
 
 
-def _refuse_unbound(config: RunConfig) -> None:
-    """Try what the recipe names outside of itself, before a process starts; see `bindings`."""
-    refuse_unbound_objective(config)
-    refuse_unbound_rewards(config)
-    refuse_unbound_environments(config)
-    refuse_unset_keys(config)
-    refuse_unreadable_problems(config)
-    refuse_other_tokens(config)
+def _refuse_unbound(config: RunConfig, *, skip_reward_check: bool = False) -> None:
+    """Try what the recipe names outside of itself, before a process starts; see `bindings`.
+
+    skip_reward_check: problems and tokenizers only."""
+    # imported here: the front end of a cluster, which is outside of the container, lacks what
+    # these import
+    from grpo_megatron.launch.bindings import refuse_unbound_code, refuse_unfit_data
+
+    if not skip_reward_check:
+        refuse_unbound_code(config)
+    refuse_unfit_data(config)
 
 
 def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:

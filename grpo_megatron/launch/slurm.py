@@ -7,13 +7,14 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from grpo_megatron import assets
 from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError, DataError, RunLockedError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
@@ -157,9 +158,13 @@ def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> st
         raise
 
 
-def resume(path: Path, overrides: Sequence[str]) -> str:
+def resume(
+    path: Path, overrides: Sequence[str], check: Callable[[RunConfig], None] = lambda config: None
+) -> str:
     """Submit the kept script again, as `submit_again` does. Raises ConfigError for a finished run,
-    or overrides that its script lacks."""
+    or overrides that its script lacks.
+
+    check: of a configuration with overrides, before its job waits; raises what is wrong with it."""
     run_dir = RunDir(path)
     refuse_active(run_dir)
     if run_dir.result.exists() and not overrides:
@@ -176,6 +181,7 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
                 where="overrides",
                 remedy=f"submit another run with model.path={export}",
             )
+        check(resolved.config)
         record_first_settings(run_dir)
         before = run_dir.config.read_text(encoding="utf-8")
         write_resolved(run_dir.config, resolved)

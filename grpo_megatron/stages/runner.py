@@ -15,15 +15,7 @@ from grpo_megatron.errors import (
 )
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
-from grpo_megatron.launch.bindings import (
-    SKIP_REMEDY,
-    refuse_other_tokens,
-    refuse_unbound_environments,
-    refuse_unbound_objective,
-    refuse_unbound_rewards,
-    refuse_unreadable_problems,
-    refuse_unset_keys,
-)
+from grpo_megatron.launch.bindings import SKIP_REMEDY, refuse_unbound_code, refuse_unfit_data
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.plan.resolve import refuse_cpu_engine
@@ -195,13 +187,9 @@ def _refuse_what_stages_lack(graph: Graph, records: Records, *, check_rewards: b
         try:
             config = graph.resolve(name).config
             if check_rewards:
-                refuse_unbound_objective(config)
-                refuse_unbound_rewards(config, remedy=SKIP_REMEDY)
-                refuse_unbound_environments(config, remedy=SKIP_REMEDY)
-                refuse_unset_keys(config)
+                refuse_unbound_code(config, remedy=SKIP_REMEDY)
             if all(records.state(parent) is State.DONE for parent in stage.parents):
-                refuse_unreadable_problems(config)
-                refuse_other_tokens(config)
+                refuse_unfit_data(config)
         except GrpoMegatronError as error:
             error.where = f"stage {name}, {error.where}"
             raise

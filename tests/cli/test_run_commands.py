@@ -28,7 +28,7 @@ def calls(monkeypatch, tmp_path) -> list[tuple]:
         seen.append(("train", resolved.config.name, resolved.config.seed, overwrite))
         return 0
 
-    def resume(run_dir, overrides, *, in_job=False):
+    def resume(run_dir, overrides, *, in_job=False, skip_reward_check=False):
         seen.append(("resume", run_dir, overrides))
         return 5
 

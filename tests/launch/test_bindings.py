@@ -11,7 +11,10 @@ import pytest
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.launch import slurm
+from grpo_megatron.launch.bindings import SKIP_REMEDY, refuse_unbound_code
+from grpo_megatron.plan.resolve import resolve
 from tests.rewards.sandboxes import needs_sandbox
 
 RECIPE = "demo/gspo-moe-cpu"
@@ -73,6 +76,27 @@ def test_a_reward_that_only_the_cluster_has_is_queued_with_a_warning(queued, cap
     assert submit("not_here:reward", "--skip-reward-check") == 0
     assert "warning: rewards are not checked" in capsys.readouterr().err
     assert len(queued) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "words"),
+    [
+        (RECIPE, ["objective.advantage=not_here:f", "objective.advantage_std=none"], "not_here"),
+        (RECIPE, [f"{REWARD}not_here:f"], "not_here"),
+        ("demo/agent-calculator-cpu", ["domains.0.environment.name=not_here:f"], "not_here"),
+        (
+            "single_gpu/qwen2.5-1.5b-experience",
+            ["experience.writer_api_key=$NOT_SET"],
+            "NOT_SET",
+        ),
+    ],
+)
+def test_what_only_the_cluster_may_have_can_be_left_to_it(monkeypatch, recipe, settings, words):
+    monkeypatch.delenv("NOT_SET", raising=False)
+    config = resolve(recipe, settings).config
+    with pytest.raises(GrpoMegatronError, match=words) as caught:
+        refuse_unbound_code(config, remedy=SKIP_REMEDY)
+    assert caught.value.remedy.endswith("; if only the cluster has it, give --skip-reward-check")
 
 
 def test_a_reward_in_the_current_directory_is_queued(queued, tmp_path):

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -210,22 +212,55 @@ def test_a_resume_with_the_same_settings_says_nothing_of_them(tmp_path, monkeypa
     assert caught.value.remedy == "x"
 
 
-@pytest.mark.parametrize("in_job", [False, True])
-def test_a_resume_tries_what_its_recipe_names_before_anything_starts(
-    tmp_path, monkeypatch, capsys, in_job
-):
+UNBOUND = "domains.0.rewards.0.function=no_such_module:score"
+
+
+def test_a_resume_tries_what_its_recipe_names_before_anything_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(local, "_run", lambda *_: pytest.fail("it was started"))
     run_dir = make_run(tmp_path / "q1")
     before = run_dir.config.read_bytes()
-    command = ["resume", str(run_dir.root), "domains.0.rewards.0.function=no_such_module:score"]
-    if in_job:
-        command.append("--in-job")
-    assert main(command) == 10
+    assert main(["resume", str(run_dir.root), UNBOUND]) == 10
     assert "no_such_module" in capsys.readouterr().err
     assert run_dir.config.read_bytes() == before
 
 
-def test_so_does_one_that_goes_on_as_a_job(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("flag", ["--in-job", "--skip-reward-check"])
+def test_what_a_recipe_names_is_left_to_the_controller(tmp_path, monkeypatch, capsys, flag):
+    """Of a job, whose batch script is outside of the container that has it, and where told."""
+    ending = Ending()
+    monkeypatch.setattr(local, "_run", ending)
+    run_dir = make_run(tmp_path / "q1", UNBOUND)
+    assert main(["resume", str(run_dir.root), "num_steps=777", flag]) == 130
+    assert ending.num_steps == 777
+    is_warned = "warning: rewards are not checked here" in capsys.readouterr().err
+    assert is_warned == (flag == "--skip-reward-check")
+
+
+def test_the_data_of_a_resume_is_tried_where_its_rewards_are_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(local, "_run", lambda *_: pytest.fail("it was started"))
+    run_dir = make_run(tmp_path / "q1", UNBOUND)
+    command = ["resume", str(run_dir.root), "domains.0.dataset=basic_arithmetik"]
+    assert main([*command, "--skip-reward-check"]) == 4
+    assert "basic_arithmetic" in capsys.readouterr().err
+
+
+IMPORTS_OF_A_FRONT_END = """
+import sys
+
+for name in ("numpy", "xxhash", "safetensors", "tokenizers", "torch"):
+    sys.modules[name] = None
+import grpo_megatron.cli.run_commands
+import grpo_megatron.launch.local
+import grpo_megatron.launch.slurm
+"""
+
+
+def test_the_front_end_of_a_cluster_needs_no_library_of_the_container():
+    """Which are those that `slurm/sites/pyxis.env` names."""
+    subprocess.run([sys.executable, "-c", IMPORTS_OF_A_FRONT_END], check=True)
+
+
+def test_one_that_goes_on_as_a_job_tries_too(tmp_path, monkeypatch, capsys):
     """What only the cluster can import is left to the job, where that is said."""
     submitted = []
     monkeypatch.setattr(slurm, "submit_again", lambda run_dir: submitted.append(run_dir) or "17")
@@ -234,9 +269,9 @@ def test_so_does_one_that_goes_on_as_a_job(tmp_path, monkeypatch, capsys):
     run_dir.slurm.mkdir()
     (run_dir.slurm / "train.sbatch").touch()
     before = run_dir.config.read_bytes()
-    command = ["resume", str(run_dir.root), "domains.0.rewards.0.function=no_such_module:score"]
+    command = ["resume", str(run_dir.root), UNBOUND]
     assert main(command) == 10
-    assert "--skip-reward-check" in capsys.readouterr().err
+    assert "give --skip-reward-check" in capsys.readouterr().err
     assert run_dir.config.read_bytes() == before and submitted == []
     assert main([*command, "--skip-reward-check"]) == 0
     assert capsys.readouterr().out.strip() == "17" and len(submitted) == 1
