@@ -23,7 +23,12 @@ from grpo_megatron.files import empty_directory
 from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.family import family_names, tables_of
 from grpo_megatron.plan.hf_config import model_fields, other_computation, other_field
-from grpo_megatron.plan.model_facts import IMAGE_FILES, read_config, written_config
+from grpo_megatron.plan.model_facts import (
+    IMAGE_FILES,
+    config_fields,
+    image_processor,
+    written_config,
+)
 from grpo_megatron.plan.reward_labels import labels_of
 from grpo_megatron.weights.parameters import names_with_own_dtype
 from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
@@ -89,7 +94,7 @@ def _refuse_other_models(configs: Mapping[Path, dict[str, Any]]) -> None:
     first, *others = configs
     for path in others:
         problem = ""
-        say_more = _prepares_images(path) or _prepares_images(first)
+        say_more = _prepares_images(path) and _prepares_images(first)
         is_compared_further = say_more and _is_of_family(configs[path])
         if is_compared_further or configs[path] != configs[first]:
             problem = _difference(path, first)
@@ -115,11 +120,23 @@ def _prepares_images(directory: Path) -> bool:
     return any((directory / name).exists() for name in IMAGE_FILES)
 
 
+def _read_beside(directory: Path, other: Path) -> dict[str, Any]:
+    """Return the config.json of a part as `read_config`, but that one which was saved without its
+    processor sees as the other part does; without `image_processor` where neither has it."""
+    fields = config_fields(directory)
+    if "vision_config" not in fields:
+        return fields
+    for source in (directory, other):
+        if _prepares_images(source):
+            return fields | {"image_processor": image_processor(source)}
+    return fields
+
+
 def _difference(path: Path, first: Path) -> str:
     """Return in what the model in `path` computes something else than that in `first`, by their
     config.json; empty: in nothing."""
-    theirs = read_config(path)
-    ours = read_config(first)
+    theirs = _read_beside(path, first)
+    ours = _read_beside(first, path)
     owner = f"the model in {first}"
     their_labels = labels_of(theirs)
     our_labels = labels_of(ours)
@@ -189,7 +206,7 @@ def _entries(
 
 def _names_with_own_dtype(directory: Path, names: Sequence[str]) -> set[str]:
     """Return the tensors that a wanted dtype is not for; none of a family that is not known."""
-    hf = read_config(directory)
+    hf = config_fields(directory)
     if not _is_of_family(hf):
         return set()
     return names_with_own_dtype(hf, names)

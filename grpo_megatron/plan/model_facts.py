@@ -102,11 +102,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's `config.json`, of a model that sees with its preprocessor_config.json
     as the field `image_processor`. Raises ConfigError where one is missing or damaged, or says two
     things of one field."""
+    config = config_fields(directory)
+    if "vision_config" in config:
+        config["image_processor"] = image_processor(directory)
+    return config
+
+
+def config_fields(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's `config.json` alone, with the fields of `text_config` among the others.
+    Raises ConfigError where it is missing or damaged, or says two things of one field."""
     written = written_config(directory)
     where = str(directory / "config.json")
     config: dict[str, Any] = flattened(written, where=where)
-    if "vision_config" in config:
-        config["image_processor"] = _image_processor(directory)
     refuse_flat_text(written, where=where)
     return config
 
@@ -161,7 +168,7 @@ def _no_table(name: str, found: object, file: Path) -> ConfigError:
     )
 
 
-def _image_processor(directory: Path) -> dict[str, Any]:
+def image_processor(directory: Path) -> dict[str, Any]:
     """Return what a checkpoint says of how images become patches, in the file for them or, as
     transformers 5 may save it, in one for all modalities. Raises ConfigError where it says
     nothing."""

@@ -151,6 +151,27 @@ def test_limits_of_images_and_defaults_of_a_tower_may_differ(tmp_path):
     assert torch.equal(merged(tmp_path, one, two)["w"], torch.ones(4))
 
 
+@pytest.mark.parametrize("without", [["one"], ["two"], ["one", "two"]])
+@pytest.mark.parametrize("fields", [{}, {"transformers_version": "5.0.0"}])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_models_that_see_may_have_been_saved_without_their_processor(
+    tmp_path, without, fields, dtype
+):
+    """Which is then that of the first part, or whoever loads the result adds it."""
+    parts = [seeing(tmp_path / "one"), seeing(tmp_path / "two", **fields)]
+    for name in without:
+        (tmp_path / name / "preprocessor_config.json").unlink()
+    assert torch.equal(merged(tmp_path, *parts, dtype=dtype)["w"].float(), torch.ones(4))
+    told = (tmp_path / "out" / "preprocessor_config.json").exists()
+    assert told == ("one" not in without)
+
+
+def test_a_model_without_its_processor_is_compared_by_its_config(tmp_path):
+    parts = [seeing(tmp_path / "one"), seeing(tmp_path / "two", {"window_size": 56})]
+    (tmp_path / "two" / "preprocessor_config.json").unlink()
+    assert "vision_config.window_size" in refused(tmp_path, *parts).message
+
+
 def test_reward_models_have_no_embeddings_to_tie(tmp_path):
     parts = []
     for tied in (True, False):
