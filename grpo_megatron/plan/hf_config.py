@@ -184,7 +184,8 @@ def flattened(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str,
     where transformers 5 saved them; their authors wrote its fields beside `vision_config`.
 
     Raises ConfigError where a field of a known family is there twice, may change what the model
-    computes, and differs: transformers reads the table, other programs what is beside it."""
+    computes, and differs: transformers reads the table, other programs what is beside it. Null is
+    what transformers takes for it, not what stands beside the table."""
     fields = dict(hf)
     text = dict(fields.pop("text_config", None) or {})
     text.pop("model_type", None)
@@ -199,6 +200,10 @@ def flattened(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str,
         if name in without_influence:
             fields.setdefault(name, value)
             continue
+        if name in _OF_TABLE:
+            if value is not None:
+                fields[name] = value
+            continue
         found = fields.get(name)
         if found is not None and not _is_same(name, found, value):
             raise ConfigError(
@@ -211,6 +216,9 @@ def flattened(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str,
 
 
 _TIED = "tie_word_embeddings"
+_OF_TABLE = ("attention_dropout", "max_position_embeddings", "vocab_size")
+"""Fields that may differ from those beside `text_config`, where the table's count: what reads them
+reads the table, and a model whose embeddings were resized has their new number there alone."""
 
 
 def _ignored(model_type: str) -> set[str]:

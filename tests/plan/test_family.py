@@ -186,6 +186,34 @@ def test_fields_beside_a_text_may_differ_where_they_change_nothing():
 
 
 @pytest.mark.parametrize("hf", [VISION, DEEP_VISION, SPARSE_VISION])
+@pytest.mark.parametrize(
+    ("field", "inside"),
+    [("vocab_size", 112), ("max_position_embeddings", 256), ("attention_dropout", 0.0)],
+)
+def test_sizes_that_a_model_got_after_its_training_are_those_of_its_text(hf, field, inside):
+    """As those of resized embeddings; transformers reads the text's."""
+    from transformers import AutoConfig
+
+    both = _beside(hf, **{field: 96})
+    both["text_config"][field] = inside
+    given = {name: value for name, value in both.items() if name != "model_type"}
+    config = AutoConfig.for_model(hf["model_type"], **json.loads(json.dumps(given)))
+    assert getattr(config.text_config, field) == inside
+    assert flattened(both)[field] == inside
+    both["text_config"][field] = None
+    assert flattened(both)[field] == 96
+
+
+@pytest.mark.parametrize(("field", "beside"), [("num_key_value_heads", 2), ("rope_theta", 777.0)])
+def test_a_null_of_a_text_is_not_what_stands_beside_it(field, beside):
+    """transformers takes as many heads as of queries, and its own theta."""
+    both = _beside(VISION, **{field: beside})
+    both["text_config"][field] = None
+    with pytest.raises(ConfigError, match="stands beside text_config, where it is None"):
+        flattened(both)
+
+
+@pytest.mark.parametrize("hf", [VISION, DEEP_VISION, SPARSE_VISION])
 @pytest.mark.parametrize("outside", [None, True, False])
 @pytest.mark.parametrize("inside", [None, True, False])
 def test_embeddings_are_tied_where_transformers_ties_them(hf, outside, inside):
