@@ -372,6 +372,8 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             value = False  # as transformers reads a null
         if value is None:
             value = default
+        if name == "original_max_position_embeddings":
+            value = int(value)
         found[name] = value
     if given:
         raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(given)}")

@@ -25,7 +25,6 @@ _SIZES = (
     "v_head_dim",
     "decoder_sparse_step",
     "num_experts",
-    "original_max_position_embeddings",
 )
 """At least 1."""
 _COUNTS = (
@@ -97,6 +96,12 @@ def refuse_wrong_values(fields: Mapping[str, Any]) -> None:
         _refuse_outside(fields, name, lambda value: 0 < value < math.inf, "number above 0")
     for name in _NUMBERS:
         _refuse_outside(fields, name, math.isfinite, "finite number")
+    _refuse_outside(
+        fields,
+        "original_max_position_embeddings",  # which authors write as 4096.0, too
+        lambda value: value >= 1 and value % 1 == 0,
+        "whole number of at least 1",
+    )
     _refuse_outside(
         fields,
         "partial_rotary_factor",

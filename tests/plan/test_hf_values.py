@@ -84,6 +84,9 @@ def test_refused_values(preset, change, message):
         ("mscale_all_dim", "x", "is no finite number"),
         ("original_max_position_embeddings", "x", "is no whole number of at least 1"),
         ("original_max_position_embeddings", -1, "is no whole number of at least 1"),
+        ("original_max_position_embeddings", 4096.5, "is no whole number of at least 1"),
+        ("original_max_position_embeddings", math.inf, "is no whole number of at least 1"),
+        ("original_max_position_embeddings", True, "is no whole number of at least 1"),
         ("truncate", 0, "is neither true nor false"),
     ],
 )
@@ -93,6 +96,15 @@ def test_refused_scaling(name, value, allowed):
     with pytest.raises(ConfigError) as error:
         model_fields(changed)
     assert error.value.message == f"{name} = {value!r} {allowed}"
+
+
+def test_a_number_of_positions_may_have_a_point():
+    """As transformers takes it."""
+    hf = load_preset(LATENT).hf
+    scaling = {**hf["rope_scaling"], "original_max_position_embeddings": 4096.0}
+    rope = model_fields({**hf, "rope_scaling": scaling})["rope"]
+    positions = rope["original_max_position_embeddings"]
+    assert positions == 4096 and isinstance(positions, int)
 
 
 @pytest.mark.parametrize(
