@@ -10,6 +10,8 @@ reference_step_000100/     reference weights, written when new; checkpoints name
 A save copies what it saves, and its files are written beside what the trainer does next
 (`PendingCheckpoint`)."""
 
+import contextlib
+import errno
 import inspect
 import json
 import logging
@@ -245,11 +247,22 @@ def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
 def _digest(path: Path) -> list[Any] | None:
     try:
         with open(path, "rb") as file:
-            os.fsync(file.fileno())  # and drop what is cached, so that the disk answers
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            _drop_from_cache(file.fileno())
         return [path.stat().st_size, file_checksum(path)]
     except OSError:
         return None
+
+
+def _drop_from_cache(number: int) -> None:
+    """Let the disk answer what is read next. Images that can only be read, as of squashfs, have
+    nothing to write out and know no such call. OSError where writing fails."""
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EROFS, errno.ENOTSUP):
+            raise
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def load_checkpoint(

@@ -150,10 +150,13 @@ def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
 
 def _refuse_damaged(directory: Path) -> None:
     """Raise CheckpointError where files of a run's checkpoint are not as they were written, before
-    anything is made of them. What was converted has digests of its tensors instead. Collective."""
+    anything is made of them; a copy may be without the critic, which no conversion reads. What was
+    converted has digests of its tensors instead. Collective."""
     if not (directory / DIGESTS).exists():
         return
     names = distributed.corrupt_files(directory)
+    if not (directory / distributed.CRITIC).exists():
+        names = [name for name in names if not name.startswith(f"{distributed.CRITIC}/")]
     if names:
         raise CheckpointError(
             f"{len(names)} files are not as they were written, for example {names[:3]}",
