@@ -22,8 +22,9 @@ LAYOUT_KEYS = (
     "expert_parallel_size",
     "expert_tensor_parallel_size",
     "sequence_parallel",
+    "num_threads",
 )
-"""Keys of [trainer] that say how ranks share a model, and not how it is computed."""
+"""Keys of [trainer] that say how ranks share a model and a machine, and not how it is computed."""
 
 
 def refuse_other_than_layout(key: str, *, where: str) -> None:

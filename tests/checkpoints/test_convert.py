@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli.main import main
+from grpo_megatron.config.trainer import refuse_other_than_layout
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.fp8_weights import BLOCK
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.weights.fp8_blocks import dequantise, scale_name
@@ -392,6 +394,13 @@ def test_check_finds_changed_bytes_and_numbers_that_are_none(convert, broken, tm
     values[3, 3] = torch.nan
     _change(broken, **{EMBEDDING: values})
     assert "hold numbers that are not finite" in convert(broken, None)[2]
+
+
+def test_a_conversion_takes_keys_of_a_layout_and_of_its_machine():
+    for key in ("num_threads", "num_ranks", "tensor_parallel_size"):
+        refuse_other_than_layout(key, where="command line")
+    with pytest.raises(ConfigError, match="no key of a layout"):
+        refuse_other_than_layout("fp8", where="command line")
 
 
 def _command(*arguments: str) -> list[str]:
