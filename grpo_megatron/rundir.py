@@ -167,7 +167,10 @@ class RunDir:
         started = [int(p.name) for p in folder.glob("*") if p.name.isdecimal()]
         run_dir = RunDir(self.root, attempt or str(max(started, default=0) + 1))
         for name in ("endpoints", "rollouts", "progress"):
-            shutil.rmtree(self.root / name, ignore_errors=True)
+            path = self.root / name
+            if path.is_symlink():
+                path.unlink()
+            shutil.rmtree(path, ignore_errors=True)
         run_dir.create()
         link = folder / ".latest"
         link.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ It has checkpoints of its own, below `checkpoints/cold_start`, so that one that 
 job's time limit goes on in the next job. They go when RL has its first."""
 
 import asyncio
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.errors import TrainerError
+from grpo_megatron.files import remove_directory
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.together import finish_or_cancel
 from grpo_megatron.rundir import RunDir
@@ -137,7 +137,7 @@ class ColdStart:
 
     def forget(self) -> None:
         """Remove the checkpoints: those of RL have taken their place."""
-        shutil.rmtree(self._run_dir.cold_start_checkpoints, ignore_errors=True)
+        remove_directory(self._run_dir.cold_start_checkpoints)
 
     async def _stopped(self) -> bool:
         """Whether it was told to stop; what was done is saved then."""

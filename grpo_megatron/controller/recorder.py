@@ -1,7 +1,6 @@
 """Scored rollouts become one immutable step of the sample store, without being read."""
 
 import bisect
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from grpo_megatron.batching.store import (
 )
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.files import sync
+from grpo_megatron.files import remove_directory, sync
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import (
     Completion,
@@ -208,7 +207,7 @@ def prune_store(store: Path, starts: Sequence[int], keep: int, *, present: int) 
         since_the_newest = bool(before) and before[-1] == starts[-1]
         soon_after_one = bool(before) and recorded < before[-1] + keep
         if not since_the_newest and not soon_after_one:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)
 
 
 def prune_images(images: Path, store: Path) -> None:
@@ -231,7 +230,7 @@ def drop_disconnected(store: Path, step: int) -> None:
         step += 1
     for recorded, path in steps_in(store):
         if recorded > step:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)
 
 
 def steps_in(store: Path) -> list[tuple[int, Path]]:

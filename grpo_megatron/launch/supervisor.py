@@ -8,11 +8,11 @@ the last dead one of any role that is not started again, end the run with an err
 dead one's last lines. What hangs is named, and ended in time (`hang_policy`)."""
 
 import os
-import shutil
 import signal
 
 from grpo_megatron import errors
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.files import remove_directory
 from grpo_megatron.launch.controller_messages import ControllerMessages
 from grpo_megatron.launch.engine_changes import EngineChanges
 from grpo_megatron.launch.engine_members import EngineMembers
@@ -84,7 +84,7 @@ class Supervisor:
         finally:
             self._hangs.close()
             self.roles.stop(self.processes.all)
-            shutil.rmtree(self.run_dir.progress, ignore_errors=True)
+            remove_directory(self.run_dir.progress)
             self._screen.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -1,11 +1,11 @@
 """Training that begins again as a whole where a rank dies: ranks, controller, rollout workers."""
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 
 from grpo_megatron import errors
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.files import remove_directory
 from grpo_megatron.launch.controller_messages import ControllerMessages
 from grpo_megatron.launch.processes import End
 from grpo_megatron.launch.restarts import Restarts, first_cause, may_train_again, was_killed
@@ -115,7 +115,7 @@ class TrainingRestarts:
         """Start again what `_end` ended, for the `number`-th time."""
         processes = self._processes
         run_dir = processes.run_dir
-        shutil.rmtree(run_dir.rollouts.parent, ignore_errors=True)
+        remove_directory(run_dir.rollouts.parent)
         (run_dir.endpoints / "trainer.json").unlink(missing_ok=True)
         for ended in (*processes.trainers, processes.controller):
             processes.forget_addresses(ended.name)

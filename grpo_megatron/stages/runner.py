@@ -1,7 +1,6 @@
 """Run the stages of a graph on this machine, or submit each as a Slurm job after its parents."""
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from grpo_megatron.errors import (
     GateError,
     GrpoMegatronError,
 )
-from grpo_megatron.files import write_atomically
+from grpo_megatron.files import remove_directory, write_atomically
 from grpo_megatron.launch import slurm
 from grpo_megatron.launch.bindings import SKIP_REMEDY, refuse_unbound_code, refuse_unfit_data
 from grpo_megatron.launch.run_lock import run_lock
@@ -201,7 +200,7 @@ def _submit(graph: Graph, records: Records, name: str, site: str, after: list[st
     slurm.refuse_active(run_dir)
     goes_on = records.is_unchanged(name) and run_dir.config.exists()
     if not goes_on:
-        shutil.rmtree(run_dir.root, ignore_errors=True)
+        remove_directory(run_dir.root)
     records.begin(name)
     if goes_on:
         script = slurm.render(graph.resolve(name), site)

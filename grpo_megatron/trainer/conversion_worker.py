@@ -241,7 +241,7 @@ def _empty(working: Path) -> None:
     for path in working.iterdir():
         if path.name == ".lock":
             continue
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()

@@ -212,6 +212,21 @@ def test_a_resume_with_the_same_settings_says_nothing_of_them(tmp_path, monkeypa
     assert caught.value.remedy == "x"
 
 
+@pytest.mark.parametrize("name", ["endpoints", "rollouts", "progress"])
+def test_an_attempt_has_no_records_of_one_before_it_behind_a_link(tmp_path, name):
+    """Only the link goes."""
+    run_dir = make_run(tmp_path / "q1")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "trainer.json").write_text("of the attempt before")
+    with contextlib.suppress(FileNotFoundError):
+        (run_dir.root / name).rename(tmp_path / "old")
+    (run_dir.root / name).symlink_to(elsewhere)
+    run_dir.begin()
+    assert not (run_dir.root / name / "trainer.json").exists()
+    assert (elsewhere / "trainer.json").exists()
+
+
 UNBOUND = "domains.0.rewards.0.function=no_such_module:score"
 
 
