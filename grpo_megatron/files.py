@@ -60,6 +60,18 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def clear_directory(path: Path, kept: Path) -> None:
+    """Remove what is in a directory but the file `kept`. Of links, as to checkpoints on another
+    disk, only the links go. Raises OSError for what cannot be removed."""
+    for part in path.iterdir():
+        if part == kept:
+            continue
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part)
+        else:
+            part.unlink()
+
+
 def empty_directory(path: Path) -> Path:
     """Make `path`, without what was there; returns it."""
     remove_directory(path)

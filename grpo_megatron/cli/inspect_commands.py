@@ -359,7 +359,8 @@ def _search(config: Any, text: str, predictor: Any, as_json: bool) -> None:
         raise ConfigError(
             f"{text!r} is not NODESxGPUS", where="--search", remedy="for example --search 16x8"
         )
-    nodes, gpus_per_node = int(shape[1]), int(shape[2])
+    nodes = int(shape[1])
+    gpus_per_node = int(shape[2])
     if nodes * gpus_per_node > _MOST_SEARCHED:
         most_nodes = max(_MOST_SEARCHED // gpus_per_node, 1)
         raise ConfigError(

@@ -243,7 +243,8 @@ def _read_scores(file: Path) -> tuple[str, Scores]:
         scores: Scores = {}
         for name, (first, second) in values["scores"].items():
             scores[name] = (float(first), float(second))
-        if values.get("sha256", _digest_of(scores)) != _digest_of(scores):
+        digest = _digest_of(scores)
+        if values.get("sha256", digest) != digest:
             raise ValueError("they are not those that were written")
         return model, scores
 

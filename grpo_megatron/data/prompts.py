@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.dataset_answers import refuse_bad_responses, with_answers
@@ -127,7 +128,8 @@ def _fitting(
     problems = load_problems(domain, config.seed)
     refuse_bad_responses(config, domain, problems)
     prompts = tokenised(domain, problems, tokenizer, images)
-    fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
+    fits = [0 < len(prompt.token_ids) <= limit for prompt in prompts]
+    fitting = list(compress(prompts, fits))
     if len(fitting) < len(prompts):
         longest = max(len(prompt.token_ids) for prompt in prompts)
         message = (
@@ -144,12 +146,9 @@ def _fitting(
         logger.warning("%s; they are dropped", message)
     if not config.uses_dataset or not domain.weight:
         return fitting
-    rows = []
     # a model that sees is trained by RL alone: no problem is left out because of an image here
-    for problem, prompt in zip(problems, prompts, strict=True):
-        if 0 < len(prompt.token_ids) <= limit:
-            rows.append((problem, prompt))
-    return with_answers(config, domain, tokenizer, rows)
+    rows = compress(zip(problems, prompts, strict=True), fits)
+    return with_answers(config, domain, tokenizer, list(rows))
 
 
 def text_hash(text: str) -> str:

@@ -9,9 +9,10 @@ from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import GrpoMegatronError, as_own_error
+from grpo_megatron.files import clear_directory
 from grpo_megatron.launch.resuming import resolve_resumed, settings_unless_refused
 from grpo_megatron.launch.roles import LocalProcesses
-from grpo_megatron.launch.run_lock import clear_locked, run_lock
+from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
 from grpo_megatron.plan.resolve import refuse_cpu_engine, refuse_missing
@@ -29,7 +30,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     _refuse_unbound(resolved.config)
     with run_lock(run_dir):
         run_dir.refuse_existing(overwrite=overwrite)  # one that has begun since
-        clear_locked(run_dir)
+        clear_directory(run_dir.root, kept=run_dir.lock)
         return _run(resolved, run_dir, in_job)
 
 

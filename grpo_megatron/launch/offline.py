@@ -18,9 +18,10 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import starting_steps, steps_in
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.errors import CheckpointError, DataError, TrainerError
+from grpo_megatron.files import clear_directory
 from grpo_megatron.launch.processes import ChildProcess, stop_all
 from grpo_megatron.launch.roles import LocalProcesses
-from grpo_megatron.launch.run_lock import clear_locked, run_lock
+from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.requests import (
@@ -252,7 +253,7 @@ async def offline_trainer(
     Raises RunLockedError where another process computes under this name."""
     scratch = RunDir(run_dir.root.absolute() / "offline" / name)
     with run_lock(scratch):
-        clear_locked(scratch)
+        clear_directory(scratch.root, kept=scratch.lock)
         scratch.create()
         if run_dir.model.exists():
             scratch.model.symlink_to(run_dir.model.absolute())

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,18 +45,6 @@ def run_lock(run_dir: RunDir) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
-
-
-def clear_locked(run_dir: RunDir) -> None:
-    """Remove what is in a directory but its lock, which is held. Of a link, as to checkpoints on
-    another disk, only the link goes."""
-    for path in run_dir.root.iterdir():
-        if path == run_dir.lock:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _opened(lock: Path) -> TextIO:

@@ -184,7 +184,9 @@ def _problems_of_share(option: EngineOption) -> Iterator[Violation]:
         share = float("nan")
     if 0 < share <= 1:
         return
-    given = repr(option.value) if option.value else "nothing"
+    given = "nothing"
+    if option.value:
+        given = repr(option.value)
     yield Violation(
         _ARGUMENTS,
         f"{MEMORY_SHARE} is a share of a GPU's memory, above 0 and at most 1; it has {given}",

@@ -87,7 +87,7 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
     pp = config.trainer.pipeline_parallel_size
     wanted = list(range(pp))
     if worst_only:
-        wanted = _stages_that_may_be_fullest(sizes)
+        wanted = sizes.first_stages()
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
     whole = sizes_of(hf, vocab_size, TrainerConfig(vision_tower=config.trainer.vision_tower))
     engine = _engine(config, hf, vocab_size, memory)
@@ -107,17 +107,6 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
         publish=plan_publish(config, published),
         numbers=numbers,
     )
-
-
-def _stages_that_may_be_fullest(s: Sizes) -> list[int]:
-    """Return the first and the last stage, and of those between them that have the same layers the
-    first one, which holds the activations of the most micro-batches."""
-    last = s.trainer.pipeline_parallel_size - 1
-    first_with: dict[tuple[tuple[bool, ...], ...], int] = {}
-    for stage in range(1, last):
-        layers = tuple(tuple(s.layers_of(stage, chunk)) for chunk in range(s.num_chunks))
-        first_with.setdefault(layers, stage)
-    return sorted({0, last, *first_with.values()})
 
 
 def _worst_total(config: RunConfig, device: str) -> int:

@@ -70,6 +70,18 @@ class Sizes:
             layers += self.layers_of(stage, chunk)
         return layers
 
+    def first_stages(self) -> list[int]:
+        """Return the first pipeline stage of every kind, ascending. Stages are of a kind that have
+        the same layers and the same end of the model; of a kind the first one holds the activations
+        of the most micro-batches."""
+        last = self.trainer.pipeline_parallel_size - 1
+        found: dict[object, int] = {}
+        for stage in range(last + 1):
+            layers = tuple(tuple(self.layers_of(stage, chunk)) for chunk in range(self.num_chunks))
+            kind = (layers, stage == 0, stage == last)
+            found.setdefault(kind, stage)
+        return list(found.values())
+
     def _layers_of_stages(self) -> list[int]:
         """Return the number of layers of each pipeline stage, over all of its chunks."""
         t = self.trainer

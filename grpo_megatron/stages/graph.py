@@ -326,9 +326,11 @@ def _error_of_file(file: TomlFile, errors: Sequence[ErrorDetails]) -> ConfigErro
     error = min(errors, key=lambda error: error["type"] != "extra_forbidden")
     path = error["loc"]
     key = str(path[-1])
-    owner, known = "the graph", list(GraphFile.model_fields)
+    owner = "the graph"
+    known = list(GraphFile.model_fields)
     if path[0] == "stages" and len(path) > 1:
-        owner, known = f"stage {path[1]}", list(Stage.model_fields)
+        owner = f"stage {path[1]}"
+        known = list(Stage.model_fields)
     remedy = f"{owner} has {', '.join(known)}"
     if error["type"] == "extra_forbidden":
         message = "unknown key"

@@ -78,19 +78,10 @@ def load_of(config: RunConfig, sizes: Sizes, stage: int) -> Load:
 
 
 def ranks_to_trace(config: RunConfig, sizes: Sizes) -> list[int]:
-    """Return the fullest rank of the first pipeline stage of every kind.
-
-    Stages are of a kind that have the same layers and the same end of the model."""
-    layout = config.trainer
-    pp = layout.pipeline_parallel_size
-    found: dict[object, int] = {}
-    for stage in range(pp):
-        layers = tuple(tuple(sizes.layers_of(stage, chunk)) for chunk in range(sizes.num_chunks))
-        kind = (layers, stage == 0, stage == pp - 1)
-        found.setdefault(kind, stage)
+    """Return the fullest rank of the first pipeline stage of every kind."""
     on_gpu = config.placement.gpus_per_node > 0
     ranks = []
-    for stage in found.values():
+    for stage in sizes.first_stages():
         fullest = fullest_static(
             sizes, stage, frozen_routers=has_frozen_routers(config), on_gpu=on_gpu
         )

@@ -42,6 +42,7 @@ from grpo_megatron.errors import (
     SetupError,
     TrainerError,
 )
+from grpo_megatron.files import clear_directory
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.plan.tensor_names import transformers_type
 from grpo_megatron.trainer.checks import probe
@@ -212,7 +213,8 @@ def _prepare(job: ConversionJob, target: Target) -> None:
         done = len(target.files) - len(_unfinished(target))
         say(message=f"going on: {done} of {len(target.files)} files are finished")
     else:
-        _empty(working)
+        if working.exists():  # the lock is of the process that started us
+            clear_directory(working, kept=working / ".lock")
         durable.write_json(plan, identity)
     needed = _num_bytes(_unfinished(target))
     free = shutil.disk_usage(working).free
@@ -231,20 +233,6 @@ def _identity(job: ConversionJob) -> list[Any]:
         if path.is_file():
             files.append([str(path), path.stat().st_size, path.stat().st_mtime_ns])
     return [msgspec.to_builtins(job), files]
-
-
-def _empty(working: Path) -> None:
-    """Remove what is in the directory, if it exists, except the lock of the process that started
-    us."""
-    if not working.exists():
-        return
-    for path in working.iterdir():
-        if path.name == ".lock":
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _write(source: Source, target: Target, job: ConversionJob, dtype: torch.dtype | None) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.errors import ConfigError, RunLockedError, SetupError
+from grpo_megatron.files import clear_directory
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
-from grpo_megatron.launch.run_lock import clear_locked, run_lock
+from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.rundir import RunDir
 
 # starts a grandchild in the same group, prints its pid, then waits
@@ -211,7 +212,7 @@ def test_what_links_of_an_earlier_run_point_to_stays(tmp_path):
     (other_disk / "step_000001").mkdir(parents=True)
     run_dir.checkpoints.symlink_to(other_disk)
     run_dir.export.symlink_to(tmp_path / "gone")
-    clear_locked(run_dir)
+    clear_directory(run_dir.root, kept=run_dir.lock)
     assert [path.name for path in run_dir.root.iterdir()] == [".lock"]
     assert (other_disk / "step_000001").is_dir()
 
