@@ -137,6 +137,7 @@ def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[st
         "scattered": scattered,
         **_path_symbols(s, row_tokens, tokens, on_gpu=on_gpu),
         **_norm_symbols(s, on_gpu=on_gpu),
+        **_input_symbols(s),
         **_expert_symbols(s, own),
         "later": stage > 0,
         "chunk": min(t.logprob_chunk_tokens, tokens),
@@ -192,10 +193,42 @@ def _norm_symbols(s: Sizes, *, on_gpu: bool) -> dict[str, Any]:
         qk_copies = plain_norm
     return {
         "plain": not has_head_norm,
-        "norm": norm_copy + element,
+        "norm_copy": norm_copy,
         "qk_copies": qk_copies,
         "query_copy": query_copy,
     }
+
+
+_INPUTS = {
+    "qkv_input": (
+        "self_attention.linear_qkv",
+        "self_attention.linear_q_proj",
+        "self_attention.linear_q_down_proj",
+        "self_attention.linear_kv_down_proj",
+    ),
+    "q_up_input": ("self_attention.linear_q_up_proj",),
+    "kv_up_input": ("self_attention.linear_kv_up_proj",),
+    "fc1_input": ("mlp.linear_fc1",),
+    "fc2_input": ("mlp.linear_fc2",),
+    "expert_fc1_input": ("mlp.experts.local_experts.{expert}.linear_fc1",),
+    "expert_fc2_input": ("mlp.experts.local_experts.{expert}.linear_fc2",),
+    "shared_fc2_input": ("mlp.shared_experts.linear_fc2",),
+}
+"""Which linear layers, by Megatron's names, have an input that the closed forms name."""
+
+
+def _input_symbols(s: Sizes) -> dict[str, int]:
+    """Return whether the inputs of linear layers wait for the backward: for the gradient of the
+    weight, or, where it is frozen, of an adapter beside it."""
+    layers = set()
+    for part in (s.attention, "mlp", "expert", "shared"):
+        for adapter in adapters_of_part(s, part):
+            layers.add(adapter.layer)
+    known = {}
+    for symbol, readers in _INPUTS.items():
+        is_adapted = not layers.isdisjoint(readers)
+        known[symbol] = int(s.lora is None or is_adapted)
+    return known
 
 
 def _expert_symbols(s: Sizes, own: int) -> dict[str, Any]:
@@ -240,7 +273,7 @@ def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
 
 def _kept(s: Sizes, is_moe: bool) -> int:
     """Return bytes of one layer and micro-batch between forward and backward."""
-    parts = ("norms", s.attention, _mlp(is_moe))
+    parts = ("norms", s.attention, _mlp(is_moe), f"{_mlp(is_moe)}_input")
     of_layers = sum(_total(FORMS["kept"][part], s) for part in parts)
     return of_layers + _kept_of_adapters(s, is_moe)
 

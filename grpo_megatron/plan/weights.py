@@ -254,6 +254,7 @@ def _weights_of_tower(s: Sizes) -> list[Weight]:
 class PlannedAdapter:
     """The adapter of one of Hugging Face's layers, on a rank."""
 
+    layer: str  # Megatron's name of the layer, in a layer of the model
     after: int  # so many of the part's weights
     split: Literal["rows", "columns", "none"]  # of the layer, over tensor ranks
     rank: int
@@ -310,7 +311,13 @@ def adapters_of_part(s: Sizes, part: str) -> list[PlannedAdapter]:
                 split = _split_of(form["layer"])
                 found.append(
                     PlannedAdapter(
-                        form["after"], split, s.lora.rank, num_inputs, num_outputs, s.lora.dora
+                        form["layer"],
+                        form["after"],
+                        split,
+                        s.lora.rank,
+                        num_inputs,
+                        num_outputs,
+                        s.lora.dora,
                     )
                 )
     return found

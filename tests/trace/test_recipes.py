@@ -34,6 +34,7 @@ def different_recipes(*, with_images: bool) -> list[str]:
             config.routing.model_dump_json(),
             config.rollout.max_model_len,
             config.placement.gpus_per_node > 0,
+            config.lora and config.lora.model_dump_json(),
         ]
         found.setdefault(json.dumps(what), name)
     return list(found.values())
@@ -49,6 +50,16 @@ def trace(*arguments: str) -> subprocess.CompletedProcess[str]:
 def traced(*arguments: str) -> tuple[int, dict[str, Any], str]:
     done = trace(*arguments)
     return done.returncode, json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("targets", ["o_proj", "gate_proj", "down_proj", "self_attn", "mlp"])
+@pytest.mark.parametrize("name", ["demo/lora-moe-cpu", "single_gpu/qwen3-8b-lora"])
+def test_only_layers_with_adapters_keep_their_inputs(name, targets):
+    code, found, error = traced(name, f'lora.targets=["{targets}"]')
+    wrong = []
+    for rank in found["ranks"]:
+        wrong += [row for row in rank["compared"] if not row["agrees"]]
+    assert (code, wrong) == (0, []), error
 
 
 @pytest.mark.timeout(1800)
