@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ class RunDir:
     reference = _Entry("reference")  # log-probs of preferences under the reference
     result = _Entry("result.json")  # accuracies, seconds, steps of a finished run
     earlier_result = _Entry("earlier_result.json")  # of a finished run that trained on since
-    export = _Entry("export")  # the final Hugging Face checkpoint
+    export = _Entry("export")  # the final Hugging Face checkpoint, or those of domains (`exports`)
     adapter = _Entry("adapter")  # beside the export, of a run with [lora]: PEFT's files
     lock = _Entry(".lock")  # held by the process that writes here
 
@@ -79,6 +80,13 @@ class RunDir:
     def step_settings(self, step: int) -> Path:
         """Return where the settings are recorded that trained the steps from `step` on."""
         return self.config_history / f"step_{step:06d}.json"
+
+    def exports(self, adapter_domains: Sequence[str]) -> list[Path]:
+        """Return where the Hugging Face checkpoints are at the end: one for each of the domains
+        that have adapters of their own, else one."""
+        if not adapter_domains:
+            return [self.export]
+        return [self.export / domain for domain in adapter_domains]
 
     @property
     def cold_start_checkpoints(self) -> Path:

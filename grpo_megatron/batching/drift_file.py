@@ -32,16 +32,18 @@ class SampleDrift:
 
 
 def write_drift(
-    directory: Path, rank: int, num_ranks: int, found: Mapping[int, SampleDrift]
+    directory: Path, rank: int, num_ranks: int, found: Mapping[int, SampleDrift], domain: str = ""
 ) -> None:
-    """Write what a rank saw, by row of the step's table; files of an attempt with more ranks go."""
+    """Write what a rank saw, by row of the step's table; files of an attempt with more ranks go.
+
+    domain: the one that is trained by itself; "": the whole step is."""
     columns = {ROWS: np.array(list(found), np.int64)}
     for name in _COLUMNS:
         parts = [np.empty(0, np.float32)]
         for sample in found.values():
             parts.append(np.asarray(getattr(sample, name), np.float32))
         columns[name] = np.concatenate(parts)
-    write_rank_file(directory, _NAME, rank, num_ranks, columns)
+    write_rank_file(directory, _NAME, rank, num_ranks, columns, domain)
 
 
 def read_drift(directory: Path, lengths: np.ndarray) -> dict[int, SampleDrift]:

@@ -70,6 +70,13 @@ class Manifest(StepFacts, frozen=True, kw_only=True):
     train_checksum: str
     shards: list[ShardEntry]
 
+    def with_drops_of(self, domain: str) -> "Manifest":
+        """Return the manifest with the dropped rewards of one domain only."""
+        dropped = {}
+        if domain in self.dropped_rewards:
+            dropped[domain] = self.dropped_rewards[domain]
+        return msgspec.structs.replace(self, dropped_rewards=dropped)
+
     @property
     def checksums(self) -> dict[str, str]:
         """Checksum of each file of columns, by its name in the directory."""

@@ -23,11 +23,13 @@ def write_masks(
     rank: int,
     num_ranks: int,
     found: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]]],
+    domain: str = "",
 ) -> None:
     """Write which tokens a rank clipped or rejected, to be replayed at another layout, where
     rounding may decide otherwise.
 
-    found: of every micro-batch, table rows int64 [S], and masks bool [n] by name."""
+    found: of every micro-batch, rows of the step's table int64 [S], and masks bool [n] by name.
+    domain: the one that is trained by itself; "": the whole step is."""
     rows_of: list[np.ndarray] = []
     masks_of: dict[str, list[np.ndarray]] = {}
     for rows, masks in found:
@@ -38,7 +40,7 @@ def write_masks(
     for name, parts in masks_of.items():
         columns[name] = np.packbits(np.concatenate(parts))
     columns[ROWS] = concatenate(rows_of, np.int64)
-    write_rank_file(directory, _NAME, rank, num_ranks, columns)
+    write_rank_file(directory, _NAME, rank, num_ranks, columns, domain)
 
 
 def read_masks(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:

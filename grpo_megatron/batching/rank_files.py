@@ -1,6 +1,7 @@
 """Files of a recorded step that the data-parallel ranks of its trainer write, each of its samples.
 
-    step_000123/NAME-0.safetensors  `rows` int64 [S] of the table; columns of their tokens
+    step_000123/NAME-0.safetensors         `rows` int64 [S] of the table; columns of their tokens
+    step_000123/NAME-DOMAIN-0.safetensors  where each domain is trained by itself
 
 Every file has the number of ranks that wrote with it and a digest of its contents, so that a
 missing or a damaged one is found. Files that were written before have neither."""
@@ -23,32 +24,43 @@ _REMEDY = "restore the step from a copy; other steps have files of their own"
 
 
 def write_rank_file(
-    directory: Path, name: str, rank: int, num_ranks: int, columns: dict[str, np.ndarray]
+    directory: Path,
+    name: str,
+    rank: int,
+    num_ranks: int,
+    columns: dict[str, np.ndarray],
+    domain: str = "",
 ) -> None:
-    """Write the file of a rank; files of an attempt with more ranks go."""
+    """Write the file of a rank; files of an attempt with more ranks go.
+
+    domain: the one that is trained by itself; "": the whole step is."""
+    kind = name
+    if domain:
+        kind = f"{name}-{domain}"
     if rank == 0:
-        for of_rank, path in _files_of(directory, name).items():
+        for of_rank, path in _files_of(directory, name).get(kind, {}).items():
             if of_rank >= num_ranks:
                 path.unlink()
     facts = {_NUM_RANKS: str(num_ranks), _DIGEST: _digest(str(num_ranks), columns)}
-    write_columns(directory / f"{name}-{rank}.safetensors", columns, metadata=facts)
+    write_columns(directory / f"{kind}-{rank}.safetensors", columns, metadata=facts)
 
 
 def read_rank_files(
     directory: Path, name: str, num_rows: int
 ) -> list[tuple[Path, dict[str, np.ndarray]]]:
-    """Return every rank's file and its columns, in order of ranks; empty where nothing was
-    recorded.
+    """Return every rank's file and its columns, in order of domains and ranks; empty where nothing
+    was recorded.
 
     Raises DataError where a file is damaged or missing, where they are of several attempts, or
     where their rows are not rows of the table, each once. num_rows: N of the table."""
     found = []
-    num_ranks_of: dict[int, int | None] = {}
-    for rank, path in sorted(_files_of(directory, name).items()):
-        columns = read_columns(path)
-        num_ranks_of[rank] = _checked_num_ranks(path, columns)
-        found.append((path, columns))
-    _require_all_ranks(directory, name, num_ranks_of)
+    for kind, files in sorted(_files_of(directory, name).items()):
+        num_ranks_of: dict[int, int | None] = {}
+        for rank, path in sorted(files.items()):
+            columns = read_columns(path)
+            num_ranks_of[rank] = _checked_num_ranks(path, columns)
+            found.append((path, columns))
+        _require_all_ranks(directory, kind, num_ranks_of)
     first_of: dict[int, Path] = {}
     for path, columns in found:
         for row in _rows_of(path, columns, num_rows):
@@ -62,13 +74,14 @@ def read_rank_files(
     return found
 
 
-def _files_of(directory: Path, name: str) -> dict[int, Path]:
-    """Return the files by rank; others, whose names only begin so, are none."""
-    files = {}
+def _files_of(directory: Path, name: str) -> dict[str, dict[int, Path]]:
+    """Return the files by `NAME` or `NAME-DOMAIN`, then by rank; others, whose names only begin so,
+    are none."""
+    files: dict[str, dict[int, Path]] = {}
     for path in directory.glob(f"{name}-*.safetensors"):
-        rank = path.stem.removeprefix(f"{name}-")
+        kind, _, rank = path.stem.rpartition("-")
         if re.fullmatch("[0-9]+", rank):
-            files[int(rank)] = path
+            files.setdefault(kind, {})[int(rank)] = path
     return files
 
 

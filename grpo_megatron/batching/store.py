@@ -141,6 +141,14 @@ def finish_step(
     replace_directory(working, directory)
 
 
+@dataclass(frozen=True, slots=True)
+class StepDomain:
+    """A domain of a recorded step: its number in the column `domain`, and its name."""
+
+    number: int
+    name: str
+
+
 class SampleTable:
     """Read access to a finished step of N samples. A shard is opened when a sample of it is asked
     for, and its token arrays stay on disk until they are sliced.
@@ -153,10 +161,16 @@ class SampleTable:
     A row is a sequence. An episode of several has neighbouring rows with the same number in
     `episode`; all else that is decided of it is equal in them.
 
+    With `domain` the table has the rows of that one only, and of dropped rewards its own.
+
+    Attributes:
+        domain_name: Of the only domain; "" in a table of the whole step.
+        rows_of_step: Number of each row in the table of the whole step, int64 [N].
+
     Raises DataError: the directory is incomplete, of another format, a checksum disagrees, or the
     rows of an episode are not neighbours."""
 
-    def __init__(self, directory: Path, *, verify: bool = True):
+    def __init__(self, directory: Path, *, verify: bool = True, domain: StepDomain | None = None):
         self.directory = directory
         self.manifest = read_manifest(directory)
         if verify:
@@ -164,6 +178,13 @@ class SampleTable:
         self._shards: dict[int, dict[str, np.ndarray]] = {}  # those that were opened
         self._routes: dict[int, RouteFile | None] = {}
         train = read_columns(directory / "train.safetensors")
+        self.domain_name = ""
+        self.rows_of_step = np.arange(len(train["shard"]))
+        if domain is not None:
+            self.domain_name = domain.name
+            self.rows_of_step = np.flatnonzero(train["domain"] == domain.number)
+            self.manifest = self.manifest.with_drops_of(self.domain_name)
+            train = _columns_of_rows(train, self.rows_of_step)
         self.shard = np.array(train["shard"])
         self.index = np.array(train["index"])
         self.group = np.array(train["group"])
@@ -457,6 +478,22 @@ class SampleTable:
             np.zeros((len(layers), num_rows, shape.experts_per_token), shape.dtype),
             np.full((len(layers), num_rows), why, np.uint8),
         )
+
+
+def _columns_of_rows(train: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns of some rows, numbered anew. rows: int64 [their number], ascending.
+
+    What teachers said is of tokens, and left out: samples with rewards have none."""
+    found = {}
+    for name, values in train.items():
+        if not name.startswith(("step_", "taught/")):
+            found[name] = np.array(values)[rows]
+    of_step = np.array(train["step_row"])
+    is_here = np.isin(of_step, rows)
+    found["step_row"] = np.searchsorted(rows, of_step[is_here])
+    for name in ("step_end", "step_reward"):
+        found[name] = np.array(train[name])[is_here]
+    return found
 
 
 def _prompt_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Megatron distributed checkpoints (`torch_dist`): saved at one layout, loaded at another.
 
 step_000100/weights/       distributed checkpoint: model, optimizer
-step_000100/critic/        the same of a run's critic, which nothing else reads
+step_000100/adapters/MATH/ adapters of one domain with their optimizer, where each has its own
+step_000100/critic/        model and optimizer of a run's critic, which nothing else reads
 step_000100/complete.json  without it the checkpoint is damaged
 step_000100/digests.json   of every file, as it was read back from disk
 reference_step_000100/     reference weights, written when new; checkpoints name theirs
@@ -17,11 +18,12 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,6 @@ from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
 from grpo_megatron.weights.parameters import is_beside_weights
 
-WEIGHTS = "weights"
 CRITIC = "critic"
 
 _RATES = ("max_lr", "min_lr")
@@ -47,8 +48,39 @@ _RATES = ("max_lr", "min_lr")
 logger = logging.getLogger(__name__)
 
 
-Trained = tuple[Sequence[torch.nn.Module], Any]
-"""Model chunks, and their optimizer."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a checkpoint.
+
+    folder: below the checkpoint's directory; chunks: of the model; optimizer: None: it is no part;
+    holds: of the model's parameters all, only those of adapters, or all but these."""
+
+    folder: str
+    chunks: Sequence[torch.nn.Module]
+    optimizer: Any = None
+    holds: Literal["all", "adapters", "weights"] = "all"
+
+    def state(self, *, is_loading: bool = False) -> dict[str, Any]:
+        """Return Megatron's description of it. Collective."""
+        whole = model_state(self.chunks)
+        described: dict[str, Any] = {}
+        for key, parameters in whole.items():
+            described[key] = self._held(parameters)
+        if self.optimizer is not None:
+            described["optimizer"] = self.optimizer.sharded_state_dict(
+                whole, is_loading=is_loading, metadata=_metadata()
+            )
+        return described
+
+    def _held(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        if self.holds == "all":
+            return parameters
+        wants_adapters = self.holds == "adapters"
+        held = {}
+        for name, tensor in parameters.items():
+            if is_beside_weights(name) == wants_adapters:
+                held[name] = tensor
+        return held
 
 
 class PendingCheckpoint:
@@ -60,12 +92,12 @@ class PendingCheckpoint:
     def __init__(
         self,
         directory: Path,
-        parts: Mapping[str, Trained],
+        parts: Iterable[Part],
         state: dict[str, Any],
         source: Path | None = None,
     ):
-        """Begin to write each of `parts`, by the folder that gets it; `state` follows with the mark
-        that all is there.
+        """Begin to write each of `parts`, which is copied before the next one is asked for; `state`
+        follows with the mark that all is there.
 
         Config, tokenizer and template of `source`, a Hugging Face directory, are copied.
         Collective."""
@@ -75,12 +107,12 @@ class PendingCheckpoint:
         self._working = _working_directory(directory)
         on_rank_0(empty_directory, self._working)
         self._requests: dict[str, Any] = {}
-        for name, (chunks, optimizer) in parts.items():
-            folder = self._working / name
-            on_rank_0(folder.mkdir)
-            request = _asynchronous_save(_sharded_state(chunks, optimizer), folder)
+        for part in parts:
+            folder = self._working / part.folder
+            on_rank_0(partial(folder.mkdir, parents=True))
+            request = _asynchronous_save(part.state(), folder)
             _stage(request)
-            self._requests[name] = request
+            self._requests[part.folder] = request
         self._digests: dict[str, Any] = {}
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -265,18 +297,20 @@ def _drop_from_cache(number: int) -> None:
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def load_checkpoint(
-    directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any, *, part: str = WEIGHTS
-) -> None:
-    """Fill model and optimizer, which must have a state to load into, from one of the checkpoint's
-    parts. Collective.
+def load_checkpoint(directory: Path, part: Part) -> None:
+    """Fill the model from one of the checkpoint's parts, and the part's optimizer, if it has one,
+    which must have a state to load into. Collective.
 
     Raises CheckpointError where the checkpoint is incomplete, or of another model."""
     read_state(directory)
-    state = _sharded_state(chunks, optimizer, is_loading=True)
-    saved = _fill(chunks, state, directory / part)["optimizer"]
-    _take_rates(saved, optimizer.param_groups)
-    optimizer.load_state_dict(saved)
+    state = part.state(is_loading=True)
+    filled = _fill(
+        part.chunks, state, directory / part.folder, leaves_weights=part.holds == "adapters"
+    )
+    if part.optimizer is not None:
+        saved = filled["optimizer"]
+        _take_rates(saved, part.optimizer.param_groups)
+        part.optimizer.load_state_dict(saved)
 
 
 def _take_rates(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -328,16 +362,23 @@ def load_model(
 
 
 def _fill(
-    chunks: Sequence[torch.nn.Module], state: dict[str, Any], directory: Path
+    chunks: Sequence[torch.nn.Module],
+    state: dict[str, Any],
+    directory: Path,
+    *,
+    leaves_weights: bool = False,
 ) -> dict[str, Any]:
-    """Load `state`, of which the model is a part; return all of it."""
+    """Load `state`, of which the model is a part; return all of it.
+
+    leaves_weights: the model keeps its weights where `state` has none."""
     remedy = "resume from the checkpoint before it"
     with explained("cannot load", directory, remedy=remedy), plain_data_only(directory):
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     for key, model in _by_key(chunks).items():
         left_out = {}
         for name, tensor in model.state_dict().items():
-            if is_beside_weights(name) and name not in loaded[key]:
+            may_be_left = leaves_weights or is_beside_weights(name)
+            if may_be_left and name not in loaded[key]:
                 left_out[name] = tensor
         model.load_state_dict(loaded[key] | left_out, strict=True)
     return loaded
@@ -360,15 +401,6 @@ def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     if len(models) == 1:
         return {"model": models[0]}
     return {f"model{index}": model for index, model in enumerate(models)}
-
-
-def _sharded_state(
-    chunks: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool = False
-) -> dict[str, Any]:
-    """Return Megatron's description of model and optimizer."""
-    state = model_state(chunks)
-    described = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
-    return {**state, "optimizer": described}
 
 
 def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:

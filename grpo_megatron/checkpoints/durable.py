@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_megatron.checkpoints.retention import DIGESTS
+from grpo_megatron.checkpoints.retention import DIGESTS, UNFINISHED
 from grpo_megatron.errors import CheckpointError, GrpoMegatronError, SetupError
 from grpo_megatron.files import replace_directory, sync, write_atomically
 
@@ -41,7 +41,7 @@ _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 def working_directory(final: Path) -> Path:
     """Return where `final` is built; it survives a kill, so that a conversion can go on."""
-    return final.with_name(final.name + ".partial")
+    return final.with_name(final.name + UNFINISHED)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.checkpoints.retention import complete_steps
+from grpo_megatron.checkpoints.retention import COMPLETE, complete_steps
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 
 LORA = "lora"
 """The settings of its adapters; absent: it has none."""
+ADAPTER_DOMAINS = "adapter_domains"
+"""Names of the domains that have adapters of their own; absent: all have the same, or none."""
 CRITIC = "critic"
 """Whether it has a critic with weights of its own."""
 VALUE_HEAD = "value_head"
@@ -28,6 +30,7 @@ def refuse_unfitting(
 
     is_cold: it may be from a cold start, which trains the weights alone."""
     _refuse_other_adapters(config, record.get(LORA), directory, is_cold=is_cold)
+    _refuse_other_domains(config, record.get(ADAPTER_DOMAINS), directory)
     has_head = record.get(VALUE_HEAD, False)
     _refuse_other_value_head(config, directory, is_there=has_head, is_cold=is_cold)
     _refuse_absent_critic(config, record, directory)
@@ -47,6 +50,18 @@ def newest_record(checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def adapter_domains(directory: Path) -> list[str]:
+    """Return the domains that have adapters of their own in a checkpoint; none in others."""
+    try:
+        state = json.loads((directory / COMPLETE).read_text())
+    except (OSError, ValueError, RecursionError):  # one that was converted has no such file
+        return []
+    if not isinstance(state, dict):
+        return []
+    found: list[str] = state.get(ADAPTER_DOMAINS, [])
+    return found
+
+
 def _refuse_other_adapters(
     config: RunConfig, saved: dict[str, Any] | None, directory: Path, *, is_cold: bool
 ) -> None:
@@ -63,6 +78,17 @@ def _refuse_other_adapters(
             where=str(directory),
             remedy="resume with the settings of [lora] with which the run began",
         )
+
+
+def _refuse_other_domains(config: RunConfig, saved: list[str] | None, directory: Path) -> None:
+    if saved is None or tuple(saved) == config.adapter_domains:
+        return
+    raise CheckpointError(
+        f"the checkpoint has adapters of the domains {', '.join(saved)}, and the recipe has the "
+        f"domains {', '.join(config.adapter_domains)}",
+        where=str(directory),
+        remedy="resume with the domains with which the run began, in their order",
+    )
 
 
 def _refuse_other_value_head(

@@ -12,6 +12,12 @@ DIGESTS = "digests.json"
 """In a checkpoint: size and digest of every other file."""
 COMPLETE = "complete.json"
 """In a checkpoint: what was saved beside the weights. Without it the checkpoint is not complete."""
+UNFINISHED = ".partial"
+"""What the name of a Hugging Face checkpoint ends with while it is being written."""
+WEIGHTS_FOLDER = "weights"
+"""In a checkpoint: model and optimizer."""
+ADAPTERS_FOLDER = "adapters"
+"""In a checkpoint: a folder for every domain that has adapters of its own."""
 
 _STEP = re.compile(r"step_(\d{6,})")
 

@@ -20,8 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from grpo_megatron.checkpoints import durable, hf_import, shard_files
+from grpo_megatron.checkpoints.fitting import adapter_domains
 from grpo_megatron.checkpoints.plain_pickles import plain_data_only, refusals_named
+from grpo_megatron.checkpoints.retention import ADAPTERS_FOLDER, WEIGHTS_FOLDER
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.low_rank import addend_of_dora, low_rank_product, merged, row_norms
 from grpo_megatron.weights.parameters import (
@@ -71,27 +74,34 @@ def is_torch_dist(directory: Path) -> bool:
     return (directory / "weights" / ".metadata").exists()
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the bytes of a chunk are: `length` of them from `offset` on."""
+
+    file: Path
+    offset: int
+    length: int
+
+
 class MegatronSource:
     """A distributed checkpoint, of a run or converted, as the parameters of its model.
 
-    With `carry`, also the tensors that Megatron's model has no parameter for. Raises
-    CheckpointError when it is none, damaged, or of another model."""
+    With `carry`, also the tensors that Megatron's model has no parameter for. domain: whose
+    adapters are merged into the weights, where domains have adapters of their own. Raises
+    CheckpointError when it is none, damaged, of another model, or has no such domain."""
 
-    def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
+    def __init__(
+        self, table: ParameterTable, directory: Path, *, carry: bool = True, domain: str = ""
+    ):
         self.table = table
-        self.directory = directory / "weights"
-        with (
-            durable.explained("not a distributed checkpoint", self.directory),
-            plain_data_only(self.directory),
-        ):
-            self.metadata = FileSystemReader(self.directory).read_metadata()
+        self.directory = directory / WEIGHTS_FOLDER
         self.stored: dict[str, dcp.TensorStorageMetadata] = {}
         self._chunks: dict[_ChunkKey, dcp.ChunkStorageMetadata] = {}
-        for key, stored in self.metadata.state_dict_metadata.items():
-            if isinstance(stored, dcp.TensorStorageMetadata):
-                self.stored[key] = stored
-                for chunk in stored.chunks:
-                    self._chunks[key, chunk.offsets, chunk.sizes] = chunk
+        self._places: dict[dcp.MetadataIndex, _Place] = {}
+        self._read_metadata(self.directory)
+        if domain:
+            _require_domain(directory, domain)
+            self._read_metadata(directory / ADAPTERS_FOLDER / domain)
         self.parameters = list(table.parameters)
         self._adapters: set[str] = set()
         found: dict[str, hf_import.Shape] = {}
@@ -111,6 +121,22 @@ class MegatronSource:
         if self._adapters:
             self._scale = _scale_of_adapters(directory)
 
+    def _read_metadata(self, folder: Path) -> None:
+        """Note what a folder of the checkpoint has, and where."""
+        with (
+            durable.explained("not a distributed checkpoint", folder),
+            plain_data_only(folder),
+        ):
+            metadata = FileSystemReader(folder).read_metadata()
+        for key, stored in metadata.state_dict_metadata.items():
+            if isinstance(stored, dcp.TensorStorageMetadata):
+                self.stored[key] = stored
+                for chunk in stored.chunks:
+                    self._chunks[key, chunk.offsets, chunk.sizes] = chunk
+        for index, place in metadata.storage_data.items():
+            path = folder / place.relative_path
+            self._places[index] = _Place(path, place.offset, place.length)
+
     def _refuse_unfit(self, directory: Path, found: dict[str, hf_import.Shape]) -> None:
         wanted: dict[str, hf_import.Shape] = {}
         for parameter in self.table.parameters:
@@ -120,6 +146,14 @@ class MegatronSource:
             if key in wanted and key in found and found[key][0] > wanted[key][0]:
                 found[key] = (wanted[key][0], *found[key][1:])
         hf_import.refuse_unfit(directory, found, wanted)
+
+    def adapted_parameters(self) -> list[Parameter]:
+        """Return the parameters with an adapter that is merged into them."""
+        found = []
+        for parameter in self.parameters:
+            if any(self._adapter_of(name) for name, _ in parameter.hf):
+                found.append(parameter)
+        return found
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Return the dtype in which a parameter is stored."""
@@ -145,20 +179,27 @@ class MegatronSource:
 
     def _with_adapter(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Merge the adapter of a linear layer into its weight, where it has one."""
+        prefix = self._adapter_of(name)
+        if not prefix:
+            return weight
+        a = self._whole(f"{prefix}lora_A.weight")
+        b = self._whole(f"{prefix}lora_B.weight")
+        product = low_rank_product(a, b, self._scale)
+        if f"{prefix}lora_magnitude_vector" not in self._adapters:
+            return merged(weight, product)
+        magnitude = self._whole(f"{prefix}lora_magnitude_vector")
+        norms = row_norms(weight, product)
+        return merged(weight, addend_of_dora(weight, product, magnitude, norms))
+
+    def _adapter_of(self, name: str) -> str:
+        """Return what the keys of the adapter beside a linear layer begin with; empty without
+        one."""
         module = name.removesuffix(".weight")
         for known in (module, without_expert(module)):
             prefix = f"{ADAPTERS}{known}."
-            if f"{prefix}lora_A.weight" not in self._adapters:
-                continue
-            a = self._whole(f"{prefix}lora_A.weight")
-            b = self._whole(f"{prefix}lora_B.weight")
-            product = low_rank_product(a, b, self._scale)
-            if f"{prefix}lora_magnitude_vector" not in self._adapters:
-                return merged(weight, product)
-            magnitude = self._whole(f"{prefix}lora_magnitude_vector")
-            norms = row_norms(weight, product)
-            return merged(weight, addend_of_dora(weight, product, magnitude, norms))
-        return weight
+            if f"{prefix}lora_A.weight" in self._adapters:
+                return prefix
+        return ""
 
     def _whole(self, key: str) -> torch.Tensor:
         """Read a global tensor."""
@@ -167,10 +208,9 @@ class MegatronSource:
     def prefetch(self, parameter: Parameter) -> None:
         """Let the disk read a parameter before `tensors` asks for it."""
         for region in self.table.regions_of(parameter):
-            place = self.metadata.storage_data.get(dcp.MetadataIndex(region.key, region.offset))
+            place = self._places.get(dcp.MetadataIndex(region.key, region.offset))
             if place is not None:
-                path = self.directory / place.relative_path
-                shard_files.will_need(path, place.offset, place.length)
+                shard_files.will_need(place.file, place.offset, place.length)
 
     def _read(self, region: StoredRegion) -> torch.Tensor:
         """Read a region of a global tensor, put together of the chunks that it overlaps."""
@@ -196,15 +236,34 @@ class MegatronSource:
         return out
 
     def _chunk(self, key: str, chunk: dcp.ChunkStorageMetadata) -> torch.Tensor:
-        place = self.metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
+        place = self._places[dcp.MetadataIndex(key, chunk.offsets)]
+        folder = place.file.parent
         with (
-            durable.explained(f"cannot read {key} from {place.relative_path}", self.directory),
-            refusals_named(self.directory / place.relative_path),
-            open(self.directory / place.relative_path, "rb") as file,
+            durable.explained(f"cannot read {key} from {place.file.name}", folder),
+            refusals_named(place.file),
+            open(place.file, "rb") as file,
         ):
             view: Any = _create_file_view(file, place.offset, place.length)
             tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
         return tensor
+
+
+def _require_domain(directory: Path, domain: str) -> None:
+    """Raise CheckpointError where a checkpoint has no adapters of a domain."""
+    domains = adapter_domains(directory)
+    if domain in domains:
+        return
+    if not domains:
+        raise CheckpointError(
+            "domains have no adapters of their own in this checkpoint",
+            where=str(directory),
+            remedy="leave --domain away",
+        )
+    raise CheckpointError(
+        f"it has no adapters of a domain {domain!r}",
+        where=str(directory),
+        remedy=did_you_mean(domain, domains),
+    )
 
 
 def _whole_region(key: str, stored: dcp.TensorStorageMetadata) -> StoredRegion:

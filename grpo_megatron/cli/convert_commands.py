@@ -54,6 +54,13 @@ def _convert(
         flag("dtype", "float32, float16 or bfloat16; default: every tensor keeps its own."),
     ] = None,
     shard_gb: Annotated[float, flag("shard-gb", "Largest size of a file, in GB.")] = 5.0,
+    domain: Annotated[
+        str,
+        flag(
+            "domain",
+            "Whose adapters are merged, of a run in which domains have adapters of their own.",
+        ),
+    ] = "",
     probe: Annotated[
         bool, typer.Option(help="Compare log-probs by Megatron and by transformers at the end.")
     ] = True,
@@ -74,6 +81,12 @@ def _convert(
         raise ConfigError(
             f"{shard_gb:g} GB", where="--shard-gb", remedy="a positive number, for example 5"
         )
+    if domain and context.info_name == "from-hf":
+        raise ConfigError(
+            "a Hugging Face checkpoint has no adapters of domains",
+            where="--domain",
+            remedy="leave --domain away",
+        )
     if to.exists():
         raise ConfigError(
             f"{to} exists", where="command line", remedy="remove it, or choose another --to"
@@ -89,6 +102,7 @@ def _convert(
             "shard_bytes": int(shard_gb * 1e9),
             "probe": probe,
             "carry": mtp,
+            "domain": domain,
         },
         values["num_ranks"],
     )

@@ -2,12 +2,14 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from grpo_megatron.checkpoints.fitting import adapter_domains
+from grpo_megatron.checkpoints.retention import UNFINISHED
 from grpo_megatron.cli.run_commands import InJob, Overrides, Recipe, flag, runs_beside
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
 from grpo_megatron.errors import ConfigError
@@ -83,15 +85,22 @@ def exported(model: Path) -> Path:
     run = RunDir(model)
     is_run = run.config.is_file() and run.logs.is_dir()
     has_export = (run.export / "config.json").is_file()
+    of_domains = _exports_of_domains(run)
     has_gone_on = run.earlier_result.is_file() and not run.result.is_file()
     if is_run and has_export and not has_gone_on:
         return run.export
-    if is_run and has_export:
+    if is_run and (has_export or (of_domains and has_gone_on)):
         raise ConfigError(
             f"{model} has gone on since it exported, and has not ended again",
             where=str(run.export.absolute()),
             remedy=f"{_what_to_evaluate_instead(run)}; what it exported before: "
             + shlex.quote(str(run.export)),
+        )
+    if is_run and of_domains:
+        raise ConfigError(
+            f"the domains of {model} have adapters of their own, and a checkpoint each",
+            where=str(run.export.absolute()),
+            remedy="evaluate one of " + ", ".join(shlex.quote(str(path)) for path in of_domains),
         )
     if is_run:
         raise ConfigError(
@@ -103,7 +112,7 @@ def exported(model: Path) -> Path:
         raise ConfigError(
             f"{model} is a checkpoint of Megatron, which engines do not read",
             where=str(model.absolute()),
-            remedy=f"evaluate what {_to_hf(model)} writes",
+            remedy=f"evaluate what {_to_hf(model, adapter_domains(model))} writes",
         )
     if (model / "config.json").is_file():
         return model
@@ -112,6 +121,15 @@ def exported(model: Path) -> Path:
         where=str(model.absolute()),
         remedy="runs here: " + (", ".join(runs_beside(model)[:5]) or "none"),
     )
+
+
+def _exports_of_domains(run: RunDir) -> list[Path]:
+    """Return what a run has exported for its domains, where these have adapters of their own."""
+    found = []
+    for file in sorted(run.export.glob("*/config.json")):
+        if not file.parent.name.endswith(UNFINISHED):
+            found.append(file.parent)
+    return found
 
 
 def _what_to_evaluate_instead(run: RunDir) -> str:
@@ -123,13 +141,18 @@ def _what_to_evaluate_instead(run: RunDir) -> str:
         return f"it trains nothing: evaluate its model, {config.model.path or run.model}"
     steps = complete_steps(run.checkpoints)
     if steps:
-        command = _to_hf(run.step_checkpoint(steps[-1]))
+        command = _to_hf(run.step_checkpoint(steps[-1]), config.adapter_domains)
         return f"let the run end, or evaluate what {command} writes"
     return "let the run end: it has no checkpoint either"
 
 
-def _to_hf(checkpoint: Path) -> str:
-    return f"`grpo-megatron convert to-hf {shlex.quote(str(checkpoint))} --to FOLDER`"
+def _to_hf(checkpoint: Path, domains: Sequence[str]) -> str:
+    """Return the command that makes a Hugging Face checkpoint of one of Megatron's. domains: that
+    have adapters of their own in it."""
+    words = f"convert to-hf {shlex.quote(str(checkpoint))} --to FOLDER"
+    if domains:
+        words += f" --domain {shlex.quote(domains[0])}"
+    return f"`grpo-megatron {words}`"
 
 
 def evaluation_settings(recipe: str, checkpoint: Path) -> list[str]:
@@ -146,11 +169,8 @@ def evaluation_settings(recipe: str, checkpoint: Path) -> list[str]:
             remedy="evaluate with a recipe whose domains have rewards, for example that of the "
             "RL stage that follows",
         )
-    of_what = checkpoint.absolute()
-    if of_what.name == "export":
-        of_what = of_what.parent
     return [
-        f"name=eval-{of_what.name}",
+        f"name=eval-{_name_of(checkpoint.absolute())}",
         "kind=eval",
         "num_steps=0",
         "model.preset=null",
@@ -181,3 +201,13 @@ def table(results: Mapping[str, Mapping[str, float]]) -> list[str]:
             line += f"  majority@{most} {values[f'majority_at_{most}']:.3f}"
         lines.append(line)
     return lines
+
+
+def _name_of(checkpoint: Path) -> str:
+    """Return what an evaluation is called after: the run whose export `checkpoint` is, or of which
+    domain's adapters; else the directory itself."""
+    if checkpoint.name == "export":
+        return checkpoint.parent.name
+    if checkpoint.parent.name == "export":
+        return f"{checkpoint.parent.parent.name}-{checkpoint.name}"
+    return checkpoint.name

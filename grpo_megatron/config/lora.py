@@ -8,9 +8,15 @@ from pydantic import Field
 from grpo_megatron.config.base import InputPath, Strict
 
 ENGINE_ADAPTER = "policy"
-"""What requests to an engine call the adapter that was published to it."""
+"""What requests to an engine call the adapter that was published to it; where domains have adapters
+of their own, what the name of each begins with."""
 ALL_LINEAR = "all-linear"
 """A target that stands for every linear layer of the decoder."""
+
+
+def adapter_name(domain: str) -> str:
+    """Return what requests to an engine call the adapter of a domain that has one of its own."""
+    return f"{ENGINE_ADAPTER}.{domain}"
 
 
 class LoraConfig(Strict):
@@ -32,6 +38,10 @@ class LoraConfig(Strict):
     for all but routers, embedding and output layer."""
     experts: Literal["each", "shared"] = "each"
     """Routed experts have an adapter each, or those of a layer have one between them."""
+
+    per_domain: bool = False
+    """Every domain trains adapters of its own, which answer its prompts: experts of all domains in
+    one run, on one set of weights."""
 
     publish: Literal["merged", "adapter"] = "merged"
     """What engines get after each step: `merged`, weights with the adapters in them; `adapter`, the

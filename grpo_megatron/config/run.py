@@ -13,7 +13,7 @@ from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.engine_words import given_options
 from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.experience import ExperienceConfig
-from grpo_megatron.config.lora import ENGINE_ADAPTER, LoraConfig
+from grpo_megatron.config.lora import ENGINE_ADAPTER, LoraConfig, adapter_name
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.preferences import PreferencesConfig
 from grpo_megatron.config.secret_values import REFERENCE
@@ -794,12 +794,31 @@ class RunConfig(Strict):
         return "nccl"
 
     @property
-    def engine_adapter(self) -> str:
-        """What requests call the adapter that engines have beside the weights; empty where they get
-        weights with the adapters in them."""
-        if self.lora is not None and self.lora.publish == "adapter":
+    def adapter_domains(self) -> tuple[str, ...]:
+        """Names of the domains that train adapters of their own; empty where all train the same, or
+        the weights."""
+        if self.lora is None or not self.lora.per_domain:
+            return ()
+        return tuple(domain.name for domain in self.domains)
+
+    @property
+    def engine_adapters(self) -> tuple[str, ...]:
+        """What requests call the adapters that engines have beside the weights, slot by slot; empty
+        where they get weights with the adapters in them."""
+        if self.lora is None or self.lora.publish != "adapter":
+            return ()
+        if not self.adapter_domains:
+            return (ENGINE_ADAPTER,)
+        return tuple(adapter_name(domain) for domain in self.adapter_domains)
+
+    def engine_adapter_of(self, domain: str) -> str:
+        """Return what requests for a prompt of `domain` call their adapter; empty where engines
+        have none."""
+        if not self.engine_adapters:
+            return ""
+        if not self.adapter_domains:
             return ENGINE_ADAPTER
-        return ""
+        return adapter_name(domain)
 
     @property
     def records_routes(self) -> bool:

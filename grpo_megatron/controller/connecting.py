@@ -35,7 +35,6 @@ async def connect_engine(config: RunConfig, run_dir: RunDir, index: int) -> Engi
             name,
             config.rollout.request_timeout_s,
             token=endpoint.token,
-            adapter=config.engine_adapter,
         )
         try:
             is_ready = await client.wait_ready(

@@ -202,7 +202,7 @@ class Publisher:
             await control.publish_file(version, str(directory.absolute()))
             return
         adapters: list[TensorEntry] = []
-        if self.config.engine_adapter:
+        if self.config.engine_adapters:
             adapters = await self.trainer.call(DescribeWeights(adapters=True))
         if not adapters:
             await control.publish(version, partial(self._send_weights, version))
@@ -333,6 +333,7 @@ class Publisher:
             images = self._images.of(prompt.images)
         [completion] = await client.generate(
             prompt.token_ids,
+            adapter=self.config.engine_adapter_of(prompt.domain),
             images=images,
             max_tokens=min(LOGPROB_CHECK_TOKENS, self.config.max_new_tokens_of(prompt.domain)),
             temperature=rollout.temperature,
@@ -349,7 +350,13 @@ class Publisher:
         samples = []
         for prompt, completion in zip(prompts, completions, strict=True):
             samples.append((0, prompt, completion))
-        record_completions(directory, samples, engine, ImageFolder(self.run_dir.images))
+        record_completions(
+            directory,
+            samples,
+            engine,
+            ImageFolder(self.run_dir.images),
+            domains=[domain.name for domain in self.config.domains],
+        )
         found = await self.trainer.call(CompareLogprobs(directory))
         if found.problem:
             raise MismatchError(

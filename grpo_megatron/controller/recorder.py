@@ -159,27 +159,41 @@ def record_completions(
     samples: Sequence[tuple[int, Prompt, Completion]],
     engine: str = "",
     images: ImageFolder | None = None,
+    domains: Sequence[str] = (),
 ) -> None:
     """Write (optimizer step, prompt, completion) for the trainer to compute, one sample each.
 
-    engine: the name of the one that answered, if one did; images: as of `record_step`."""
+    engine: the name of the one that answered, if one did; images: as of `record_step`; domains: of
+    the recipe, where rows have the number of their prompt's."""
     groups = []
+    domain_numbers = []
     for _, prompt, completion in samples:
         groups.append(RolloutGroup(prompt, (completion,), 0))
+        if domains:
+            domain_numbers.append(domains.index(prompt.domain))
+        else:
+            domain_numbers.append(0)
     rows = []
     places = shard_order(groups).places
     for number, ((update, _, _), of_sample) in enumerate(zip(samples, places, strict=True)):
         for place in of_sample:
             row = SampleRow(
-                shard=0, index=place, group=number, update=update, reward=0.0, episode=number
+                shard=0,
+                index=place,
+                group=number,
+                update=update,
+                reward=0.0,
+                domain=domain_numbers[number],
+                episode=number,
             )
             rows.append(row)
     working = begin_step(directory)
     _link_images([group.prompt for group in groups], images, working)
     shard = write_shard(working / "completions.safetensors", groups)
-    facts = StepFacts()
+    engines = []
     if engine:
-        facts = StepFacts(engines=[engine] * len(groups))
+        engines = [engine] * len(groups)
+    facts = StepFacts(domains=list(domains), engines=engines)
     finish_step(directory, [shard], rows, facts)
 
 

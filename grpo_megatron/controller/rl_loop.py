@@ -43,6 +43,7 @@ from grpo_megatron.trainer.requests import (
     Train,
     TrainReport,
 )
+from grpo_megatron.types import Prompt
 
 _NUM_CHECK_PROMPTS = 8
 
@@ -188,12 +189,23 @@ class RLLoop:
         return recorded.fresh and engine_is_known and all_engines_sampled
 
     async def _check_logprobs(self) -> dict[str, float]:
-        """Have the engines answer prompts of the first domain and the trainer compute their
-        log-probs; returns metrics, empty where nothing is to be checked."""
+        """Have the engines answer prompts and the trainer compute their log-probs; returns metrics,
+        empty where nothing is to be checked."""
         if not self.config.publish.canary or self.config.uses_dataset:
             return {}
-        prompts = next(iter(self._splits.train.values()))
-        return await self._publisher.check_logprobs(prompts[:_NUM_CHECK_PROMPTS])
+        return await self._publisher.check_logprobs(self._check_prompts())
+
+    def _check_prompts(self) -> list[Prompt]:
+        """Return the prompts of a log-prob check: some of the first domain; where domains have
+        adapters of their own, some of each."""
+        of_domains = list(self._splits.train.values())
+        if not self.config.adapter_domains:
+            of_domains = of_domains[:1]
+        share = -(-_NUM_CHECK_PROMPTS // len(of_domains))
+        prompts: list[Prompt] = []
+        for of_domain in of_domains:
+            prompts += of_domain[:share]
+        return prompts
 
     async def _train(self, recorded: RecordedStep) -> TrainReport:
         """Take the step's optimizer steps; engines that have nothing to do pause meanwhile.

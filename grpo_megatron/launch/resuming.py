@@ -92,7 +92,8 @@ def _refuse_another_place(run_dir: RunDir, resolved: ResolvedConfig) -> None:
         return
     if resolved.run_path.resolve() == run_dir.root.resolve():
         return
-    export = shlex.quote(str(run_dir.export))
+    first_export, *_ = run_dir.exports(old.config.adapter_domains)
+    export = shlex.quote(str(first_export))
     raise ConfigError(
         f"a run that is resumed stays where it is, and not in {resolved.run_path}",
         where="overrides",

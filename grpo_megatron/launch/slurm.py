@@ -175,7 +175,8 @@ def resume(
         old = read_resolved(run_dir.config).config
         resolved = resolve_resumed(run_dir, overrides)
         if resolved.config.placement != old.placement:
-            export = shlex.quote(str(run_dir.export))
+            first_export, *_ = run_dir.exports(old.adapter_domains)
+            export = shlex.quote(str(first_export))
             raise ConfigError(
                 "a resumed job keeps its placement",
                 where="overrides",

@@ -92,11 +92,13 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
     whole = sizes_of(hf, vocab_size, TrainerConfig(vision_tower=config.trainer.vision_tower))
     engine = _engine(config, hf, vocab_size, memory)
     published = engine["weights"]
-    if config.engine_adapter:
-        published = _adapter_bytes(config, hf, vocab_size)
+    if config.engine_adapters:
+        published = len(config.engine_adapters) * _adapter_bytes(config, hf, vocab_size)
     numbers = _numbers(config, whole, sizes, work["num_microbatches"])
     if offloads_optimizer(config) and config.trains:
         numbers["optimizer_on_a_host_bytes"] = _host_bytes(config, sizes)
+    if config.adapter_domains and sizes.lora is not None and config.placement.gpus_per_node:
+        numbers["adapters_on_a_host_bytes"] = _host_bytes_of_domains(config, stages)
     if sizes.lora is not None:
         of_weights = config.model_copy(update={"lora": None})
         numbers["fullest_rank_without_adapters_bytes"] = _worst_total(of_weights, device)
@@ -128,6 +130,16 @@ def _host_bytes(config: RunConfig, s: Sizes) -> int:
         parameters *= 2
     ranks = min(config.placement.gpus_per_node, config.trainer.num_ranks)
     return ranks * parameters * HOST_BYTES_PER_PARAMETER
+
+
+def _host_bytes_of_domains(config: RunConfig, stages: Sequence[RankMemory]) -> int:
+    """Return bytes of optimizers in the memory of a node with as many ranks as it can have, where
+    every domain has adapters of its own: GPUs have the state of one domain, hosts that of all."""
+    of_rank = max(rank.parts["optimizer"] for rank in stages)
+    if config.trainer.precision == "float32":  # two moments; the third copy is the weight itself
+        of_rank = of_rank * 3 // 2
+    ranks = min(config.placement.gpus_per_node, config.trainer.num_ranks)
+    return ranks * len(config.adapter_domains) * of_rank
 
 
 def _parameters_of_state(config: RunConfig, s: Sizes, stage: int) -> int:
@@ -280,6 +292,7 @@ def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMem
         s, stage, frozen_routers=has_frozen_routers(config), on_gpu=work["on_gpu"]
     )
     parts = dict(static.parts)
+    parts |= bytes_of_domains(config, s, stage)
     if config.has_own_critic:
         of_critic = fullest_static(
             replace(s, has_reward_head=True),
@@ -290,6 +303,18 @@ def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMem
         for name, num_bytes in of_critic.parts.items():
             parts[f"{CRITIC}{name}"] = num_bytes
     return RankMemory(stage, static.rank, parts | step_bytes(s, stage, **work))
+
+
+def bytes_of_domains(config: RunConfig, s: Sizes, stage: int) -> dict[str, int]:
+    """Return the bytes of a rank's copies of the adapters of all domains, as a part `adapters`;
+    empty where domains have none of their own."""
+    if not config.adapter_domains or s.lora is None:
+        return {}
+    trained = 0
+    for chunk in range(s.num_chunks):
+        trained += _num_trained(weights_of_chunk(s, stage, chunk))
+    num_elements = len(config.adapter_domains) * trained
+    return {"adapters": int(s.symbols["element"]) * num_elements}
 
 
 def lora_of(config: RunConfig) -> LoraConfig | None:
@@ -329,7 +354,7 @@ class _Parameters(NamedTuple):
     """Numbers of parameters of a whole model."""
 
     policy: int  # without adapters
-    adapters: int
+    adapters: int  # of all domains, where each has its own
     trained: int  # of both
     critic: int  # of a critic of its own
 
@@ -345,6 +370,7 @@ def _count_parameters(config: RunConfig, whole: Sizes) -> _Parameters:
     trained = _num_trained(weights)
     if config.lora is not None:
         adapters = _num_trained(weights_of_chunk(replace(whole, lora=config.lora), 0, 0))
+        adapters *= max(1, len(config.adapter_domains))
         trained = adapters
     if not config.trains:
         trained = 0
@@ -437,8 +463,9 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
     element = ELEMENT_BYTES[rollout.dtype]
     weights = bytes_of(weights_of_chunk(s, 0, 0), rollout.fp8, element)
     adapters = 0
-    if config.engine_adapter:  # in slots; as it was published, and as vLLM keeps it
-        adapters = _slot_bytes(config, hf, vocab_size) + 2 * _adapter_bytes(config, hf, vocab_size)
+    if config.engine_adapters:  # each in its slot; as it was published, and as vLLM keeps it
+        of_one = _slot_bytes(config, hf, vocab_size) + 2 * _adapter_bytes(config, hf, vocab_size)
+        adapters = len(config.engine_adapters) * of_one
     per_layer = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])
     cache = int(rollout.kv_cache_gib * _GIB)
     if memory:
@@ -468,7 +495,7 @@ _PARTS_OF_ENGINE_LAYER = (
 
 
 def _slot_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
-    """Return bytes of the slots for an adapter that each worker of an engine has.
+    """Return bytes of the slots for one adapter that each worker of an engine has.
 
     A of a layer that is split by rows, and B of one that is split by columns, are whole there."""
     lora = config.lora
@@ -482,7 +509,7 @@ def _slot_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
 
 
 def _adapter_bytes(config: RunConfig, hf: dict, vocab_size: int) -> int:
-    """Return bytes of the whole adapter, which each worker of an engine gets in a publish."""
+    """Return bytes of one whole adapter, which each worker of an engine gets in a publish."""
     return _trained_bytes(
         hf, vocab_size, TrainerConfig(precision=config.trainer.precision), config.lora
     )

@@ -80,10 +80,14 @@ def model_facts(model: ModelConfig) -> ModelFacts:
 def origin_of(model: ModelConfig) -> ModelConfig:
     """Return the model that `model` is: itself, or, where its path is an export that a run is yet
     to write, the model of that run."""
-    if model.path is not None:
-        run = model.path.parent / "config.json"
-        if model.path.name == "export" and run.exists() and not model.path.exists():
-            return origin_of(read_resolved(run).config.model)
+    if model.path is None or model.path.exists():
+        return model
+    export = model.path
+    if model.path.parent.name == "export":  # of one domain
+        export = model.path.parent
+    run = export.parent / "config.json"
+    if export.name == "export" and run.exists():
+        return origin_of(read_resolved(run).config.model)
     return model
 
 

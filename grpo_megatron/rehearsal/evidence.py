@@ -64,7 +64,8 @@ def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Findin
     if config.trains:
         if num_attempts > 1:
             findings.append(_resumed(run_dir, records))
-        findings.append(_exported(run_dir.export))
+        for export in run_dir.exports(config.adapter_domains):
+            findings.append(_exported(export))
     if has_served_teachers(config):
         findings.append(_taught(run_dir))
     if config.kind == "experience":
@@ -207,6 +208,8 @@ def _text_ids(config: Any) -> list[int]:
 def _exported(export: Path) -> Finding:
     """Return the export, read by transformers where that has the family."""
     what = "the exported checkpoint is a Hugging Face one"
+    if export.parent.name == "export":  # of one domain
+        what = f"the checkpoint exported for {export.name} is a Hugging Face one"
     if not (export / "config.json").exists():
         return Finding(what, False, f"{export} has no config.json")
     import torch

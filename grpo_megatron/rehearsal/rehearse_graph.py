@@ -37,7 +37,7 @@ from grpo_megatron.rehearsal.rehearse import (
 from grpo_megatron.rehearsal.scale_down import Change, num_layers_of, scale_down
 from grpo_megatron.rehearsal.stand_ins import StandInWriter
 from grpo_megatron.rehearsal.teacher_servers import TeacherServers
-from grpo_megatron.stages.graph import Graph, load_graph
+from grpo_megatron.stages.graph import Graph, Source, load_graph
 from grpo_megatron.stages.runner import run_graph
 
 _NUM_STEPS = 2
@@ -202,7 +202,7 @@ def _root_of(graph: Graph, name: str) -> str:
     parent = stage.inputs.get("model.path") or next(iter(stage.parts), None)
     if parent is None:
         return name
-    return _root_of(graph, parent)
+    return _root_of(graph, Source.parse(parent).stage)
 
 
 def _named(stage: str, change: Change) -> Change:

@@ -215,6 +215,7 @@ class _SampledCall:
     async def _answer(self, request: _Request, replica: Replica) -> None:
         prompt = self._prompts[request.prompt]
         images = await asyncio.to_thread(self._sampler.images_of, prompt)
+        adapter = self._config.engine_adapter_of(prompt.domain)
         servers = [replica]
 
         async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
@@ -223,7 +224,9 @@ class _SampledCall:
                 settings["images"] = images
             async with self._asking:
                 completions, server = await self._pool.call(
-                    lambda r: r.client.generate(token_ids, **self._sampling, **settings),
+                    lambda r: r.client.generate(
+                        token_ids, adapter=adapter, **self._sampling, **settings
+                    ),
                     first=servers[-1],
                 )
             servers.append(server)  # it has the keys and values of these tokens

@@ -27,7 +27,7 @@ class EngineUnreachable(EngineError):
 class EngineClient(contextlib.AbstractAsyncContextManager):
     """One replica, which errors call `name`. Make and use it within one event loop, `close` it when
     done (or `async with`). `request_timeout_s` limits one generation. Requests carry the server's
-    `token`, if it has one; those of `generate` name its `adapter`, if there is one.
+    `token`, if it has one.
 
     Attributes:
         prefix_cache: What the answers said of the engine's prefix cache."""
@@ -39,11 +39,9 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         request_timeout_s: float = 600.0,
         *,
         token: str = "",
-        adapter: str = "",
     ):
         self.base_url = base_url
         self.token = token
-        self.adapter = adapter
         self.name = name or base_url
         self.prefix_cache = PrefixCacheCounts()
         self._request_timeout_s = request_timeout_s
@@ -66,13 +64,18 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         """Close the connections; the engine is not told."""
         await self._session.close()
 
-    async def generate(self, prompt_token_ids: Sequence[int], **settings: Any) -> list[Completion]:
-        """Sample completions of one prompt, with fields of `GenerateRequest`. Raises EngineError:
-        the engine refused or answered wrongly; EngineUnreachable: it did not answer or failed."""
+    async def generate(
+        self, prompt_token_ids: Sequence[int], *, adapter: str = "", **settings: Any
+    ) -> list[Completion]:
+        """Sample completions of one prompt, with fields of `GenerateRequest`, from the weights with
+        the engine's adapter of that name; "": from the weights alone.
+
+        Raises EngineError: the engine refused or answered wrongly; EngineUnreachable: it did not
+        answer or failed."""
         request = GenerateRequest(prompt_token_ids, **settings)
         asked = request.body()
-        if self.adapter:
-            asked["model"] = self.adapter
+        if adapter:
+            asked["model"] = adapter
         body = await self._call("/inference/v1/generate", asked, timeout_s=self._request_timeout_s)
         answer = request.decode(body, self.name)
         self.prefix_cache.add(request, answer)
@@ -121,7 +124,7 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         return checksums
 
     async def adapter_checksums(self) -> dict[str, str]:
-        """Ask for checksums of the adapter by worker and layer, in the engine's layout."""
+        """Ask for checksums of the adapters by worker, domain and layer, in the engine's layout."""
         checksums = {}
         for worker, of_worker in enumerate(await self.call_workers("adapter_checksums")):
             for layer, checksum in of_worker.items():

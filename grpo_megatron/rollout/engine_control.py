@@ -35,7 +35,7 @@ class EngineControl:
     sleep already, with their weights off the device.
 
     Attributes:
-        carries_adapter: What `prepare` connected is for an adapter, not for weights."""
+        carries_adapter: What `prepare` connected is for adapters, not for weights."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class EngineControl:
         return kept
 
     async def kept_adapters(self, tensors: Sequence[TensorEntry]) -> list[Kept]:
-        """Return, for every worker, that it keeps the whole of each of `tensors`, of an adapter:
+        """Return, for every worker, that it keeps the whole of each of `tensors`, of adapters:
         vLLM cuts it. Raises MismatchError where one cannot take it, and where not all workers
         answer."""
         self._world_sizes = await self._count_workers()
@@ -110,7 +110,7 @@ class EngineControl:
         adapter: Mapping[str, float] | None = None,
     ) -> None:
         """Connect every worker with its stream, after `kept_boxes`, or after `kept_adapters` with
-        the `adapter`'s rank and scale.
+        the adapters' rank and scale, `adapter`.
 
         `join` makes the senders wait for the workers; it runs at the same time."""
         of_worker: dict[int, tuple[int, OpenedStream]] = {}
@@ -262,7 +262,7 @@ class EngineControl:
             require_equal_weights([client.name for client in self.clients], checksums)
 
     async def checksums(self, client: EngineClient) -> dict[str, str]:
-        """Ask a replica for the checksums of what was published: its adapter, or its weights."""
+        """Ask a replica for the checksums of what was published: its adapters, or its weights."""
         if self.carries_adapter:
             return await client.adapter_checksums()
         return await client.weight_checksums()
@@ -302,7 +302,8 @@ def _require_taken(client: EngineClient, refused: Mapping[str, str]) -> None:
             f"{client.name} cannot take {len(refused)} tensors of the adapter, the first is "
             f"{first!r}: {refused[first]}",
             where="lora.targets",
-            remedy="lora.publish='merged' publishes weights with the adapters in them",
+            remedy="lora.publish='merged' publishes weights with the adapters in them, where "
+            "domains have none of their own",
         )
 
 

@@ -164,23 +164,31 @@ def serve_command(
         cache = engine_cache_bytes(config, gpu_bytes())
         values["shared_cache_bytes"] = cache
         conditions["gpu_shared"] = cache > 0
-    if config.lora is not None and config.engine_adapter:
-        values |= {
-            "adapter": config.engine_adapter,
-            "adapter_path": adapter_slot.PATH,
-            "max_lora_rank": max_lora_rank(config.lora.rank),
-        }
-        conditions["adapter"] = True
+    if config.lora is not None and config.engine_adapters:
+        values["num_adapters"] = len(config.engine_adapters)
+        values["max_lora_rank"] = max_lora_rank(config.lora.rank)
+        conditions["adapters"] = True
     words, environment = _from_tables(rollout, model_path, (host, port), values, conditions)
     environment[engine_token.VARIABLE] = token
-    if config.lora is not None and config.engine_adapter:
+    if config.lora is not None and config.engine_adapters:
+        words += _with_adapters(config)
         words += _with_slots(config.lora, Path(model_path))
     argv = [sys.executable, "-m", "grpo_megatron.rollout.serve", *words]
     return [*argv, *rollout.engine_arguments], environment
 
 
+def _with_adapters(config: RunConfig) -> list[str]:
+    """Say which adapters a server has, by name and by what it is told in place of a path."""
+    domains = config.adapter_domains or ("",)
+    words = ["--lora-modules"]
+    for name, domain in zip(config.engine_adapters, domains, strict=True):
+        # not NAME=PATH, which vLLM does not take of a name with a comma
+        words.append(json.dumps({"name": name, "path": adapter_slot.path_of(domain)}))
+    return words
+
+
 def _with_slots(lora: LoraConfig, model: Path) -> list[str]:
-    """Say which of vLLM's layers have a slot for the adapter: those with a target among them."""
+    """Say which of vLLM's layers have slots for adapters: those with a target among them."""
     facts = facts_from_hf(_hf_config(model))
     return ["--lora-target-modules", *engine_layers(lora, facts)]
 

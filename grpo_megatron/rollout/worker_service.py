@@ -132,8 +132,7 @@ class WorkerService:
     def make_client(self, address: EngineAddress, name: str) -> EngineClient:
         """Return a client of the engine at `address`."""
         limit_s = self._config.rollout.request_timeout_s
-        adapter = self._config.engine_adapter
-        return EngineClient(address.url, name, limit_s, token=address.token, adapter=adapter)
+        return EngineClient(address.url, name, limit_s, token=address.token)
 
     def _engines(self, addresses: Sequence[EngineAddress | None]) -> list[EngineClient | None]:
         """Clients by replica, which are kept from chunk to chunk."""

@@ -42,9 +42,24 @@ _OUTPUTS = {"rejection_sample": "a data set", "experience": "lessons", "eval": "
 """By kind of stage; every other one gives a checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a stage takes something from: `STAGE`, or `STAGE/DOMAIN` where the domains of a stage
+    have adapters of their own, and so a checkpoint each."""
+
+    stage: str
+    domain: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Source":
+        """Read `STAGE` or `STAGE/DOMAIN`."""
+        stage, _, domain = text.partition("/")
+        return cls(stage, domain)
+
+
 class Stage(Strict):
     """One table of `[stages]`: a recipe with what it takes from other stages, a merge of their
-    checkpoints, or an export of one (docs/stages.md)."""
+    checkpoints, or an export of one (docs/stages.md). What is taken is told as of `Source`."""
 
     recipe: str | None = None
     settings: tuple[str, ...] = ()
@@ -56,7 +71,7 @@ class Stage(Strict):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Stages whose checkpoints are averaged, with their weights; empty for a recipe."""
+        """What is averaged, with its weight; empty for a recipe."""
         if self.export:
             return {self.export: 1.0}
         return self.merge
@@ -64,7 +79,8 @@ class Stage(Strict):
     @property
     def sources(self) -> list[str]:
         """Stages that it is made from."""
-        return list(dict.fromkeys([*self.inputs.values(), *self.parts]))
+        texts = [*self.inputs.values(), *self.parts]
+        return list(dict.fromkeys(Source.parse(text).stage for text in texts))
 
     @property
     def parents(self) -> list[str]:
@@ -168,14 +184,26 @@ class Graph:
             return run_dir.experience.absolute()
         return run_dir.export.absolute()
 
-    def input(self, key: str, parent: str) -> Path:
-        """Absolute path of what a stage's key takes from another one: its output, or of an RL run
+    def has_output(self, name: str) -> bool:
+        """Whether what a stage makes is there, of every domain that has a checkpoint of its own."""
+        output = self.output(name)
+        domains = self.domains_with_checkpoints(name) or ("",)
+        return all((output / domain).exists() for domain in domains)
+
+    def input(self, key: str, text: str) -> Path:
+        """Absolute path of what a stage's key takes from a `Source`: its output, or of an RL run
         the directory with its recorded samples, for a domain; its adapters, for `lora.path`."""
-        if _is_data(key) and self.kind(parent) == "rl":
-            return self.run_dir(parent).root.absolute()
+        source = Source.parse(text)
+        if _is_data(key) and self.kind(source.stage) == "rl":
+            return self.run_dir(source.stage).root.absolute()
         if key == _ADAPTERS_KEY:
-            return self.run_dir(parent).adapter.absolute()
-        return self.output(parent)
+            return self.run_dir(source.stage).adapter.absolute() / source.domain
+        return self.part(text)
+
+    def part(self, text: str) -> Path:
+        """Absolute path of what a `Source` gives."""
+        source = Source.parse(text)
+        return self.output(source.stage) / source.domain
 
     def gives_only_numbers(self, name: str) -> bool:
         """Whether a stage makes no files for others."""
@@ -188,11 +216,13 @@ class Graph:
     def taken(self, name: str, source: str) -> list[Path]:
         """Return absolute paths of what a stage takes from another one."""
         stage = self.table.stages[name]
-        paths = [
-            self.input(key, parent) for key, parent in stage.inputs.items() if parent == source
-        ]
-        if source in stage.parts:
-            paths.append(self.output(source))
+        paths = []
+        for key, text in stage.inputs.items():
+            if Source.parse(text).stage == source:
+                paths.append(self.input(key, text))
+        for text in stage.parts:
+            if Source.parse(text).stage == source:
+                paths.append(self.part(text))
         return paths
 
     def why_not_compared(self, name: str, other: str) -> str:
@@ -206,6 +236,12 @@ class Graph:
         if missing:
             return f"{other} evaluates {', '.join(missing)}, and {name} does not"
         return ""
+
+    def domains_with_checkpoints(self, name: str) -> tuple[str, ...]:
+        """Return the domains of which a stage gives a checkpoint each; none where it gives one."""
+        if self.table.stages[name].recipe is None:
+            return ()
+        return self._config(name).adapter_domains
 
     def gives_adapters(self, name: str) -> bool:
         """Whether a stage writes the adapters that it trains beside its checkpoint."""
@@ -226,7 +262,7 @@ class Graph:
         overrides = self._overrides(name)
         recipe = self._recipe(stage)
         source = stage.inputs.get("model.path")
-        if source is None or self.output(source).exists():
+        if source is None or self.part(source).exists():
             return resolve(recipe, overrides)
         resolve(recipe, [*overrides, *self._overrides_of_model(source)])
         return load_recipe(recipe, overrides)
@@ -246,9 +282,10 @@ class Graph:
     def why_not_adapters(self, name: str) -> str:
         """Return why a stage cannot begin with the adapters that another stage is to give it, by
         the [lora] of both; empty where it can, or takes none."""
-        parent = self.table.stages[name].inputs.get(_ADAPTERS_KEY)
-        if parent is None:
+        text = self.table.stages[name].inputs.get(_ADAPTERS_KEY)
+        if text is None:
             return ""
+        parent = Source.parse(text).stage
         theirs = self._config(parent).lora
         ours = self._config(name).lora
         assert theirs is not None and ours is not None  # one gives adapters, the other takes them
@@ -277,17 +314,18 @@ class Graph:
             flags.append(f"gates={as_toml(list(self._below(stage.gates)))}")
         return [*flags, f"runs_dir={as_toml(str(self.root))}", f"name={as_toml(name)}"]
 
-    def _model_of(self, name: str) -> ModelConfig:
-        """Return the model from which a stage's checkpoint descends."""
+    def _model_of(self, text: str) -> ModelConfig:
+        """Return the model from which the checkpoint of a `Source` descends."""
+        name = Source.parse(text).stage
         stage = self.table.stages[name]
         parent = stage.inputs.get("model.path") or next(iter(stage.parts), None)
         if parent is not None:
             return self._model_of(parent)
         return self._config(name).model
 
-    def _overrides_of_model(self, name: str) -> list[str]:
-        """Return overrides that name the model from which a stage's checkpoint descends."""
-        model = self._model_of(name)
+    def _overrides_of_model(self, text: str) -> list[str]:
+        """Return overrides that name the model from which the checkpoint of a `Source` descends."""
+        model = self._model_of(text)
         return [
             f"model.preset={as_toml(model.preset)}",
             f"model.path={as_toml(model.path and str(model.path))}",
@@ -308,10 +346,12 @@ def load_graph(path: str | Path) -> Graph:
         _check_stage(graph, name, stage)
     for name in graph.order:
         stage = graph.table.stages[name]
-        for key, parent in stage.inputs.items():
-            _check_type(graph, name, key, parent)
-        for part in stage.parts:
-            _check_type(graph, name, "model.path", part)
+        for key, text in stage.inputs.items():
+            _check_type(graph, name, key, Source.parse(text).stage)
+            _check_domain_of_source(graph, name, key, text)
+        for text in stage.parts:
+            _check_type(graph, name, "model.path", Source.parse(text).stage)
+            _check_domain_of_source(graph, name, "model.path", text)
         if stage.recipe is not None:
             graph.resolve(name)
             _check_domains(graph, name)
@@ -479,6 +519,34 @@ def _check_adapters(graph: Graph, name: str) -> None:
             where=graph.file.where(("stages", name)),
             remedy=f"set [lora] as in stage {source}, or give its checkpoint to model.path",
         )
+
+
+def _check_domain_of_source(graph: Graph, name: str, key: str, text: str) -> None:
+    """ConfigError where a `Source` leaves open which domain's checkpoint is meant, or names a
+    domain that has none."""
+    source = Source.parse(text)
+    domains = graph.domains_with_checkpoints(source.stage)
+    where = graph.file.where(("stages", name))
+    takes_samples = _is_data(key) and graph.kind(source.stage) == "rl"
+    if takes_samples or not domains:
+        if "/" not in text:
+            return
+        raise ConfigError(
+            f"stage {name} takes {text!r}, and what stage {source.stage} gives is of all domains",
+            where=where,
+            remedy=f"write {source.stage!r}",
+        )
+    if source.domain in domains:
+        return
+    remedy = f"write {source.stage + '/' + domains[0]!r}, for example"
+    if source.domain:
+        remedy = did_you_mean(text, [f"{source.stage}/{domain}" for domain in domains])
+    raise ConfigError(
+        f"stage {name} takes {text!r}, and stage {source.stage} gives a checkpoint for each of its "
+        f"domains {', '.join(domains)}",
+        where=where,
+        remedy=remedy,
+    )
 
 
 def _is_data(key: str) -> bool:

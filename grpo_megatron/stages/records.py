@@ -66,7 +66,7 @@ class Records:
         graph = self.graph
         takers = graph.takers(name)
         if not takers:
-            return graph.gives_only_numbers(name) or graph.output(name).exists()
+            return graph.gives_only_numbers(name) or graph.has_output(name)
         for taker in takers:
             if self._has_ended(taker):
                 continue

@@ -100,7 +100,7 @@ def _merge(graph: Graph, name: str) -> int:
     run_dir = graph.run_dir(name)
     try:
         merge_checkpoints(
-            {graph.output(part): weight for part, weight in stage.parts.items()},
+            {graph.part(text): weight for text, weight in stage.parts.items()},
             run_dir.export,
             stage.dtype,
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.plan.memory import has_frozen_routers, workload_of
+from grpo_megatron.plan.memory import bytes_of_domains, has_frozen_routers, workload_of
 from grpo_megatron.plan.rank_bytes import static_bytes
 from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.traffic import (
@@ -54,7 +54,7 @@ def comparisons_of(config: RunConfig, sizes: Sizes, trace: RankTrace) -> list[Co
     static = _planned_static(config, sizes, trace.rank)
     found = []
     for part, planned in static.items():
-        found.append(Comparison(part, planned, trace.static.parts[part]))
+        found.append(Comparison(part, planned, trace.static.parts.get(part, 0)))
     found += _shapes(sizes, trace)
     moving = _planned_moving(config, sizes, trace.load, trace.stage)
     planned_peak = sum(static.values()) + sum(moving.values())
@@ -65,9 +65,10 @@ def comparisons_of(config: RunConfig, sizes: Sizes, trace: RankTrace) -> list[Co
 
 def _planned_static(config: RunConfig, sizes: Sizes, rank: int) -> dict[str, int]:
     stage, place = stage_and_place(config.trainer, rank)
-    return static_bytes(
+    parts = static_bytes(
         sizes, stage, place, frozen_routers=has_frozen_routers(config), overlaps=_overlaps(config)
     )
+    return parts | bytes_of_domains(config, sizes, stage)
 
 
 def _planned_moving(config: RunConfig, sizes: Sizes, load: Load, stage: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from grpo_megatron.trace.mode import Pass, TraceMode
 from grpo_megatron.trace.routing import balanced_routes
 from grpo_megatron.trace.samples import write_full_step
 from grpo_megatron.trace.values import DEVICE
+from grpo_megatron.trainer.lora.domain_adapters import DomainAdapters
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.megatron.static_bytes import StaticBytes, static_bytes_of
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
@@ -87,7 +88,12 @@ def trace_rank(config: RunConfig, rank: int, load: Load) -> RankTrace:
         stack.enter_context(mode)
         with mode.places.during("build"), DEVICE:  # moved there, parameters lose their marks
             policy = _build(config, hf)
+            adapters: DomainAdapters | None = None
+            if config.adapter_domains and policy.lora is not None:
+                adapters = DomainAdapters(policy, config.adapter_domains)
         static = static_bytes_of(policy)
+        if adapters is not None:
+            static = replace(static, adapters=adapters.num_bytes)
         for number, model in enumerate(policy.models):
             mode.places.follow(model, f"chunk {number}" if len(policy.models) > 1 else "")
         with mode.places.during("step"):

@@ -33,6 +33,7 @@ from grpo_megatron.checkpoints import (
     torch_dist,
 )
 from grpo_megatron.checkpoints.casts import cast
+from grpo_megatron.checkpoints.fitting import adapter_domains
 from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.config.trainer import TrainerConfig, refuse_other_than_layout
 from grpo_megatron.errors import (
@@ -77,6 +78,7 @@ class ConversionJob(msgspec.Struct, frozen=True):
     layout: dict[str, Any] = {}  # keys of [trainer], of LAYOUT_KEYS
     probe: bool = True  # compare log-probs in the end
     carry: bool = True  # also tensors that Megatron has no parameter for
+    domain: str = ""  # whose adapters are merged, where domains have adapters of their own
 
 
 def say(**message: Any) -> None:
@@ -133,7 +135,13 @@ def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
     source = _open_source(job, table)
     if job.target is None:
         _check(source, directory)
+        for domain in adapter_domains(directory):
+            _say_once(message=f"with the adapters of {domain}:")
+            adapted = torch_dist.MegatronSource(table, directory, domain=domain)
+            adapted.parameters = adapted.adapted_parameters()
+            _check(adapted, directory)
         return
+    _require_choice(job, directory)
     final = Path(job.target)
     working = durable.working_directory(final)
     dtype: torch.dtype | None = None
@@ -167,13 +175,25 @@ def _refuse_damaged(directory: Path) -> None:
     _say_once(message=f"every file is as it was written, by {DIGESTS}")
 
 
+def _require_choice(job: ConversionJob, directory: Path) -> None:
+    """Raise CheckpointError where domains have adapters of their own and none is chosen."""
+    domains = adapter_domains(directory)
+    if domains and not job.domain:
+        raise CheckpointError(
+            f"the domains {', '.join(domains)} have adapters of their own, and a Hugging Face "
+            "checkpoint has those of one in its weights",
+            where=str(directory),
+            remedy=f"choose one: --domain {domains[0]}",
+        )
+
+
 def _open_source(job: ConversionJob, table: torch_dist.ParameterTable) -> Source:
     directory = Path(job.source)
     is_from_megatron = job.to == "hf"
     if job.target is None:
         is_from_megatron = torch_dist.is_torch_dist(directory)
     if is_from_megatron:
-        return torch_dist.MegatronSource(table, directory, carry=job.carry)
+        return torch_dist.MegatronSource(table, directory, carry=job.carry, domain=job.domain)
     return hf_import.HFSource(table.parameters, directory, carry=job.carry)
 
 
@@ -285,7 +305,9 @@ def _compare(
         if reason:
             _say_once(message=f"log-probs were not compared: {reason}")
             return
-    worst = probe.largest_difference(hf, hf_directory, megatron / "weights", layout, dtype)
+    worst = probe.largest_difference(
+        hf, hf_directory, megatron / "weights", layout, dtype, job.domain
+    )
     if not worst <= probe.TOLERANCE:
         raise MismatchError(
             f"log-probs of the probe text differ by {worst:.2g} between Megatron "

@@ -1,6 +1,7 @@
 """How a trainer executes each of `requests`. Every rank executes every request."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from grpo_megatron.algorithms.stats import Stats
-from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.batching.store import SampleTable, StepDomain
 from grpo_megatron.checkpoints import (
     distributed,
     fitting,
@@ -19,13 +20,18 @@ from grpo_megatron.checkpoints import (
     reward_models,
     torch_dist,
 )
+from grpo_megatron.checkpoints.retention import ADAPTERS_FOLDER, WEIGHTS_FOLDER
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.hf_config import computation
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer.checks import logprob_check
-from grpo_megatron.trainer.checks.logprob_diff import measure_logprob_diff
+from grpo_megatron.trainer.checks.logprob_diff import (
+    measure_logprob_diff,
+    write_logprob_diff,
+)
 from grpo_megatron.trainer.lora import peft_format
+from grpo_megatron.trainer.lora.domain_adapters import DomainAdapters
 from grpo_megatron.trainer.megatron.model_config import why_not_share_prefixes
 from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
 from grpo_megatron.trainer.megatron.policy import Policy, base_tensors, build_policy
@@ -59,6 +65,7 @@ from grpo_megatron.trainer.requests import (
 )
 from grpo_megatron.trainer.steps.answer_scores import answer_scores
 from grpo_megatron.trainer.steps.critic import Critic, build_critic
+from grpo_megatron.trainer.steps.joined_reports import joined_report
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, reduce_stats
 from grpo_megatron.trainer.steps.preference_update import train_preferences
 from grpo_megatron.trainer.steps.references import References
@@ -104,7 +111,6 @@ class TrainerService:
             self._published_weights(), config.publish, config.publish_carrier
         )
         self.adapter_sender: ModelSender | None = None
-        self._make_adapter_sender()
         self.load_hf(model_path)
         self.policy.begin_magnitudes()
         if self.policy.lora is not None and self.policy.lora.path is not None:
@@ -113,6 +119,8 @@ class TrainerService:
         self.references = References(config)
         if self.references.wanted:
             self.references.read_files(self.policy, self.load_hf)
+        self.domain_adapters: DomainAdapters | None = None
+        self._begin_adapters()
         self.critic: Critic | None = None
         if config.critic is not None and config.has_own_critic:
             self.critic = build_critic(config, config.critic, self.policy)
@@ -172,11 +180,8 @@ class TrainerService:
                 return step_logits(self.config, self.policy, _table(directory))
             case CompareLogprobs(directory=directory):
                 return self.compare_logprobs(directory)
-            case MeasureLogprobDiff(directory=directory, to=to, by_layer=by_layer, state=state):
-                table = _table(directory)
-                return measure_logprob_diff(
-                    self.config, self.policy, table, to, by_layer=by_layer, state=state
-                )
+            case MeasureLogprobDiff():
+                return self.measure_logprob_diff(request)
             case SaveCheckpoint(directory=directory, state=state, beside=beside):
                 self.save(directory, state)
                 if not beside:
@@ -199,6 +204,8 @@ class TrainerService:
             case JoinTransfer(adapters=adapters):
                 return self._sender(adapters=adapters).join()
             case SendWeights(version=version, adapters=adapters):
+                if self.domain_adapters is not None:
+                    self.domain_adapters.refresh()
                 return self._sender(adapters=adapters).send(version)
             case Stop():  # whoever reads requests ends with this one
                 return None
@@ -208,18 +215,26 @@ class TrainerService:
         these apart; in FP8 where engines keep them so."""
         if self.config.rollout.fp8 != "none":
             return Fp8Model(self.policy.sharded)
-        if self.config.engine_adapter:
+        if self.config.engine_adapters:
             return self.policy.base
         return self.policy.sharded
 
-    def _make_adapter_sender(self) -> None:
-        """Make what sends the policy's adapters, if there are any and engines get them apart."""
-        if self.policy.lora is None or not self.config.engine_adapter:
+    def _begin_adapters(self) -> None:
+        """Let the adapters that the policy has, if any, be those of every domain that is to have
+        its own, and make what sends them, where engines get them apart from the weights."""
+        if self.policy.lora is None:
             return
+        domains = self.config.adapter_domains
+        if domains:
+            self.domain_adapters = DomainAdapters(self.policy, domains)
+        if not self.config.engine_adapters:
+            return
+        if self.domain_adapters is None:
+            adapters = peft_format.adapter_model(self.policy)
+        else:
+            adapters = self.domain_adapters.published()
         self.adapter_sender = ModelSender(
-            peft_format.adapter_model(self.policy),
-            self.config.publish,
-            self.config.publish_carrier,
+            adapters, self.config.publish, self.config.publish_carrier
         )
 
     def _sender(self, *, adapters: bool) -> ModelSender:
@@ -255,8 +270,8 @@ class TrainerService:
                 raise CheckpointError(
                     "the checkpoint is of a run with adapters, which are not weights",
                     where=str(directory),
-                    remedy="give that run's export, or convert the checkpoint: "
-                    "grpo-megatron convert to-hf",
+                    remedy="give that run's export, or convert the checkpoint: grpo-megatron "
+                    "convert to-hf (--domain, where domains have adapters of their own)",
                 )
             distributed.load_model(directory / "weights", self.policy.chunks, weights_alone=True)
         else:
@@ -265,18 +280,10 @@ class TrainerService:
     def train(self, request: Train) -> TrainReport:
         """Take all optimizer steps of a recorded step; afterwards renew the reference, if due."""
         table = _table(request.directory)
-        if self.config.kind == "rl":
-            training = Training(
-                self.config,
-                self.policy,
-                self.references,
-                table,
-                request.state,
-                replayed=request.replayed,
-                exact=request.exact,
-                critic=self.critic,
-            )
-            report = training.run(request.first_update, request.num_updates)
+        if self.config.adapter_domains:
+            report = self._train_domains(request, table)
+        elif self.config.kind == "rl":
+            report = self._train_rl(request, table, request.state)
         elif self.config.trains_preferences:
             report = train_preferences(
                 self.config, self.policy, table, request.first_update, request.num_updates
@@ -295,6 +302,43 @@ class TrainerService:
         report.metrics["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
         return replace(report, memory=self._memory())
 
+    def _train_rl(
+        self, request: Train, table: SampleTable, state: Mapping[str, Any]
+    ) -> TrainReport:
+        """Take the optimizer steps of `table`, after which the objective had learned `state`."""
+        training = Training(
+            self.config,
+            self.policy,
+            self.references,
+            table,
+            state,
+            replayed=request.replayed,
+            exact=request.exact,
+            critic=self.critic,
+        )
+        return training.run(request.first_update, request.num_updates)
+
+    def _train_domains(self, request: Train, table: SampleTable) -> TrainReport:
+        """Take the optimizer steps of every domain that the step has samples of, one domain after
+        the other, each with adapters, optimizer state and objective of its own."""
+        reports = {}
+        for of_domain in self._computed_apart(table):
+            state = request.state.get(of_domain.domain_name, {})
+            reports[of_domain.domain_name] = self._train_rl(request, of_domain, state)
+        return joined_report(reports, request.state)
+
+    def _computed_apart(self, table: SampleTable) -> Iterator[SampleTable]:
+        """Yield what is recorded as it is computed: the whole table; or, where domains have
+        adapters of their own, each domain's part, while the policy has its adapters. Collective."""
+        if self.domain_adapters is None:
+            yield table
+            return
+        for number, name in enumerate(self.domain_adapters.domains):
+            if not (table.domain == number).any():
+                continue
+            self.domain_adapters.take(name)
+            yield SampleTable(table.directory, verify=False, domain=StepDomain(number, name))
+
     def renew_reference(self, step: int) -> None:
         """Let the reference follow the policy, if that is due after a step of the run."""
         interval = self.config.objective.reference_interval
@@ -304,7 +348,10 @@ class TrainerService:
 
     def _memory(self) -> dict[str, dict[str, int]]:
         """Return bytes of this rank's models by component, counted on their tensors."""
-        found = {"policy": static_bytes_of(self.policy).parts}
+        static = static_bytes_of(self.policy)
+        if self.domain_adapters is not None:
+            static = dataclasses.replace(static, adapters=self.domain_adapters.num_bytes)
+        found = {"policy": static.parts}
         if self.critic is not None:
             found["critic"] = static_bytes_of(self.critic.model).parts
         return found
@@ -314,9 +361,17 @@ class TrainerService:
 
         Raises CheckpointError where the critic has a checkpoint of its own that cannot be read."""
         if self.references.wanted:
-            self.references.snapshot(self.policy)
+            self._begin_reference()
         if self.critic is not None:
             self.critic.begin(self.policy)
+
+    def _begin_reference(self) -> None:
+        """Let the policy as it is now be the reference; where domains have adapters of their own,
+        the model without any, which is what they began as."""
+        if self.domain_adapters is None:
+            self.references.snapshot(self.policy)
+        else:
+            self.references.begin_with_base()
 
     def train_cold_start(self, directory: Path, first_update: int) -> TrainReport:
         """Take one supervised optimizer step per update of the recorded step, at temperature 1 as
@@ -337,6 +392,18 @@ class TrainerService:
         """Compute an engine's samples with this policy, and compare (see `logprob_check`)."""
         table = SampleTable(directory, verify=False)
         stats = Stats()
+        for part in self._computed_apart(table):
+            stats.add(self._compared_logprobs(part))
+        stats = reduce_stats(stats)
+        return LogprobComparison(
+            problem=logprob_check.disagreement(self.config, table, stats),
+            remedy=logprob_check.REMEDY,
+            metrics=stats.result(),
+        )
+
+    def _compared_logprobs(self, table: SampleTable) -> Stats:
+        """Return how far the log-probs of a table's engines are from those of the policy."""
+        stats = Stats()
         batch = prepare(self.config.trainer, table, np.arange(len(table)))
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
@@ -346,12 +413,21 @@ class TrainerService:
                     self.config, table, part.table_rows, logprobs, logprob_diff
                 )
                 stats.add(compared)
-        stats = reduce_stats(stats)
-        return LogprobComparison(
-            problem=logprob_check.disagreement(self.config, table, stats),
-            remedy=logprob_check.REMEDY,
-            metrics=stats.result(),
-        )
+        return stats
+
+    def measure_logprob_diff(self, request: MeasureLogprobDiff) -> dict[str, float]:
+        """Write log-probs of a recorded step under several routings; returns metrics of routing."""
+        table = _table(request.directory)
+        parts = []
+        for part in self._computed_apart(table):
+            state = request.state
+            if part.domain_name:
+                state = state.get(part.domain_name, {})
+            diff = measure_logprob_diff(
+                self.config, self.policy, part, by_layer=request.by_layer, state=state
+            )
+            parts.append((part, diff))
+        return write_logprob_diff(request.to, table, parts)
 
     def reset_optimizer(self, *, cold_start: bool) -> None:
         """Drop all moments; take the settings of the cold start or of RL."""
@@ -361,6 +437,8 @@ class TrainerService:
             return
         self._end_cold_start()
         self.policy.reset_optimizer(self.config.optimizer)
+        if self.domain_adapters is not None:
+            create_adam_state(self.policy.optimizer)  # for `DomainAdapters.take`
 
     def _end_cold_start(self) -> None:
         """Put the adapters and the value head that RL trains beside the weights that the cold start
@@ -378,13 +456,24 @@ class TrainerService:
         self.policy.begin_magnitudes()
         trained.release()
         self.model_sender.model = self._published_weights()
-        self._make_adapter_sender()
+        self._begin_adapters()
 
     def export(self, directory: Path) -> int:
         """Write the policy as a Hugging Face checkpoint, adapters merged into its weights; they
-        themselves are written beside it, in PEFT's format. Returns the bytes of weights written.
+        themselves are written beside it, in PEFT's format. Where domains have adapters of their own
+        each has a folder in both. Returns the bytes of weights written.
 
         Raises what `export_model` does."""
+        if self.domain_adapters is None:
+            return self._export(directory, directory.with_name("adapter"))
+        num_bytes = 0
+        for domain in self.domain_adapters.domains:
+            self.domain_adapters.take(domain)
+            num_bytes += self._export(directory / domain, directory.with_name("adapter") / domain)
+        return num_bytes
+
+    def _export(self, directory: Path, adapter_directory: Path) -> int:
+        """Write the policy as it is, and its adapters, as `export` does."""
         num_bytes = hf_export.export_model(self.policy.sharded, directory, self.model_path)
         if self.config.kind == "reward_model":
             gives = reward_models.SCALARS
@@ -394,7 +483,7 @@ class TrainerService:
             on_rank_0(reward_models.mark_as_reward_model, directory, labels, gives)
         if self.policy.lora is not None:
             base = self.config.model.path or Path(str(self.config.model.preset))
-            peft_format.export_adapters(self.policy, directory.with_name("adapter"), str(base))
+            peft_format.export_adapters(self.policy, adapter_directory, str(base))
         return num_bytes
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
@@ -407,24 +496,49 @@ class TrainerService:
         state = {**state, "reference": reference, **self._state_of_adapters()}
         if self.config.policy_has_value_head and not self._is_cold:
             state[fitting.VALUE_HEAD] = True
-        trained = {distributed.WEIGHTS: policy}
         if self.critic is not None:
-            trained[distributed.CRITIC] = self.critic.model
             state[fitting.CRITIC] = True
-        for model in trained.values():
-            create_adam_state(model.optimizer)  # it has none before its first step
-        parts = {name: (model.chunks, model.optimizer) for name, model in trained.items()}
-        self._pending = distributed.PendingCheckpoint(directory, parts, state, self.model_path)
+        self._pending = distributed.PendingCheckpoint(
+            directory, self._checkpoint_parts(), state, self.model_path
+        )
+
+    def _checkpoint_parts(self) -> Iterator[distributed.Part]:
+        """Yield what a checkpoint is made of; the policy has the adapters that a part is about
+        until the next one is asked for."""
+        create_adam_state(self.policy.optimizer)  # it has none before its first step
+        if self.domain_adapters is None:
+            yield distributed.Part(WEIGHTS_FOLDER, self.policy.chunks, self.policy.optimizer)
+        else:
+            yield distributed.Part(WEIGHTS_FOLDER, self.policy.chunks, holds="weights")
+            for domain in self.domain_adapters.domains:
+                self.domain_adapters.take(domain)
+                yield self._part_of_domain(domain)
+        if self.critic is not None:
+            model = self.critic.model
+            create_adam_state(model.optimizer)
+            yield distributed.Part(distributed.CRITIC, model.chunks, model.optimizer)
+
+    def _part_of_domain(self, domain: str) -> distributed.Part:
+        """Describe the adapters of a domain, which the policy has."""
+        return distributed.Part(
+            f"{ADAPTERS_FOLDER}/{domain}",
+            self.policy.chunks,
+            self.policy.optimizer,
+            holds="adapters",
+        )
 
     def _state_of_adapters(self) -> dict[str, Any]:
         """Return what a checkpoint says of adapters, beside the adapters themselves: nothing where
         the weights are trained."""
         if self.policy.lora is None:
             return {}
-        return {
+        state: dict[str, Any] = {
             fitting.LORA: self.policy.lora.identity(),
             "reference_is_base": self.references.start_is_base,
         }
+        if self.domain_adapters is not None:
+            state[fitting.ADAPTER_DOMAINS] = list(self.domain_adapters.domains)
+        return state
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
         """Finish the checkpoint that `save` began, unless it is being written and may not be waited
@@ -449,6 +563,7 @@ class TrainerService:
         reference = state.pop("reference", None)
         reference_is_base = state.pop("reference_is_base", False)
         has_adapters = state.pop(fitting.LORA, None) is not None
+        state.pop(fitting.ADAPTER_DOMAINS, None)
         has_critic = state.pop(fitting.CRITIC, False)
         has_value_head = state.pop(fitting.VALUE_HEAD, False)
         if has_adapters or (has_value_head and self.config.policy_has_value_head):
@@ -458,18 +573,34 @@ class TrainerService:
             self.references.begin_with_base()
         elif reference:
             self.references.load(policy, directory, reference)
-        if self.config.trains:
+        if self.domain_adapters is not None:
+            self._load_domain_adapters(self.domain_adapters, directory)
+        elif self.config.trains:
             create_adam_state(policy.optimizer)  # to load into
-            distributed.load_checkpoint(directory, policy.chunks, policy.optimizer)
+            distributed.load_checkpoint(
+                directory,
+                distributed.Part(WEIGHTS_FOLDER, policy.chunks, policy.optimizer),
+            )
             policy.apply_settings()
         else:  # a run that trained, and now evaluates or samples
-            distributed.load_model(directory / distributed.WEIGHTS, policy.chunks)
+            distributed.load_model(directory / WEIGHTS_FOLDER, policy.chunks)
         if self.critic is not None:
             self._load_critic(self.critic, directory, is_there=has_critic)
         is_known = reference_is_base or reference
         if self.references.wanted and not is_known:  # the objective is another one since
-            self.references.snapshot(policy)
+            self._begin_reference()
         return state
+
+    def _load_domain_adapters(self, adapters: DomainAdapters, directory: Path) -> None:
+        """Restore the weights and the adapters of every domain."""
+        policy = self.policy
+        weights = directory / WEIGHTS_FOLDER
+        distributed.load_model(weights, policy.chunks, weights_alone=True)
+        for domain in adapters.domains:
+            adapters.take(domain)
+            create_adam_state(policy.optimizer)  # to load into
+            distributed.load_checkpoint(directory, self._part_of_domain(domain))
+            policy.apply_settings()
 
     def _load_critic(self, critic: Critic, directory: Path, *, is_there: bool) -> None:
         """Restore the critic of a checkpoint; in one from before the first RL step it may be
@@ -480,10 +611,11 @@ class TrainerService:
             critic.begin(self.policy)
             return
         create_adam_state(critic.model.optimizer)  # to load into
+        model = critic.model
         distributed.load_checkpoint(
-            directory, critic.model.chunks, critic.model.optimizer, part=distributed.CRITIC
+            directory, distributed.Part(distributed.CRITIC, model.chunks, model.optimizer)
         )
-        critic.model.apply_settings()
+        model.apply_settings()
 
 
 def corrupt_files(directory: Path) -> list[str]:

@@ -151,3 +151,20 @@ def test_files_that_are_of_no_rank_are_left_alone(tmp_path):
     np.testing.assert_array_equal(read_masks(tmp_path, LENGTHS)["low"], flags)
     write_both_ranks(tmp_path)
     assert (tmp_path / "decisions-1.old.safetensors").exists()
+
+
+def test_each_domain_that_is_trained_by_itself_has_files(tmp_path):
+    """Also one that has the name of a rank's file; the files of one leave those of others alone."""
+    flags = np.random.default_rng(1).random(LENGTHS.sum()) < 0.5
+    parts = np.split(flags, np.cumsum(LENGTHS)[:-1])
+    for domain, row in (("math", 0), ("math-1", 2), ("1", 3)):
+        for rank, rows in ((0, [row]), (1, [])):
+            mask = np.concatenate([np.zeros(0, bool), *(parts[number] for number in rows)])
+            write_masks(tmp_path, rank, 2, [(np.array(rows, np.int64), {"low": mask})], domain)
+    write_masks(tmp_path, 0, 1, [(np.array([0]), {"low": parts[0]})], "math")
+    assert not (tmp_path / "decisions-math-1.safetensors").exists()
+    assert (tmp_path / "decisions-math-1-1.safetensors").exists()
+    np.testing.assert_array_equal(read_masks(tmp_path, LENGTHS)["low"], flags)
+    (tmp_path / "decisions-1-1.safetensors").unlink()
+    with pytest.raises(DataError, match=r"decisions-1-1.safetensors is missing: 2 ranks"):
+        read_masks(tmp_path, LENGTHS)

@@ -17,6 +17,7 @@ from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import (
     SampleRow,
     SampleTable,
+    StepDomain,
     begin_step,
     finish_step,
     write_shard,
@@ -273,3 +274,47 @@ def test_columns_stay_on_disk_until_they_are_sliced(tmp_path):
     columns = read_columns(tmp_path / "large")
     assert process.memory_info().rss - before < 16 << 20 < columns["a"].nbytes
     assert columns["a"][1 << 22] == 1 << 22 and columns["b"].dtype == np.uint16
+
+
+def test_a_table_of_one_domain_has_its_rows_and_nothing_else(tmp_path):
+    rng = np.random.default_rng(3)
+    working = begin_step(tmp_path / "step")
+    groups = []
+    rows = []
+    for number in range(6):
+        prompt = Prompt(str(number), "d", "", (number, 1), "")
+        completions = tuple(completion_of(length, rng) for length in (3, 1 + number))
+        groups.append(RolloutGroup(prompt, completions, 0))
+        for sample in range(2):
+            row = SampleRow(
+                shard=0,
+                index=2 * number + sample,
+                group=number,
+                update=number // 3,
+                reward=float(2 * number + sample),
+                domain=number % 2,
+                episode=number,
+            )
+            rows.append(row)
+    shard = write_shard(working / "rollout-0.safetensors", groups)
+    facts = StepFacts(domains=["math", "code"], dropped_rewards={"math": [1.0], "code": [0.5]})
+    steps = [(0, 2, 0.25), (3, 1, 0.5), (10, 0, 0.75)]
+    components = {"right": np.arange(12, dtype=np.float64)}
+    finish_step(tmp_path / "step", [shard], rows, facts, components, steps)
+    whole = SampleTable(tmp_path / "step")
+    seen = []
+    for domain in (StepDomain(0, "math"), StepDomain(1, "code")):
+        table = SampleTable(tmp_path / "step", domain=domain)
+        assert table.domain_name == domain.name
+        assert table.manifest.dropped_rewards.keys() == {domain.name}
+        assert table.episode.tolist() == [0, 0, 1, 1, 2, 2]
+        np.testing.assert_array_equal(table.components["right"], table.rows_of_step)
+        np.testing.assert_array_equal(table.group, whole.group[table.rows_of_step])
+        for row, of_step in enumerate(table.rows_of_step.tolist()):
+            np.testing.assert_array_equal(table.completion(row)[0], whole.completion(of_step)[0])
+            assert table.reward[row] == whole.reward[of_step]
+        step_rows, ends, rewards = table.steps
+        for row, end, reward in zip(step_rows, ends, rewards, strict=True):
+            seen.append((int(table.rows_of_step[row]), int(end), float(reward)))
+    assert sorted(seen) == steps
+    assert len(SampleTable(tmp_path / "step", domain=StepDomain(2, "none"))) == 0

@@ -16,6 +16,7 @@ from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anyth
 
 # isort: split
 from grpo_megatron.checkpoints.distributed import (
+    Part,
     PendingCheckpoint,
     corrupt_files,
     load_checkpoint,
@@ -49,13 +50,16 @@ def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
 
 
 def _begin(setup: Setup, directory: str, steps: int) -> PendingCheckpoint:
-    parts = {"weights": (setup.policy.chunks, setup.policy.optimizer)}
-    return PendingCheckpoint(Path(directory), parts, {"step": steps})
+    return PendingCheckpoint(Path(directory), [_part(setup)], {"step": steps})
+
+
+def _part(setup: Setup) -> Part:
+    return Part("weights", setup.policy.chunks, setup.policy.optimizer)
 
 
 def _load(setup: Setup, directory: str) -> dict[str, Any]:
     create_adam_state(setup.policy.optimizer)
-    load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer)
+    load_checkpoint(Path(directory), _part(setup))
     return read_state(Path(directory))
 
 
@@ -303,7 +307,7 @@ def load_with_other_settings(
     other = OptimizerConfig(lr=5e-4, weight_decay=0.02, beta1=0.8, beta2=0.9, eps=1e-6)
     setup = Setup(model, layout, optimizer=other)
     create_adam_state(setup.policy.optimizer)
-    load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer)
+    load_checkpoint(Path(directory), _part(setup))
     setup.policy.apply_settings()
     pairs = zip(_moments(setup), expected, strict=True)
     settings = []

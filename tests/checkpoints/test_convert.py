@@ -509,6 +509,7 @@ def test_the_command_ends_with_the_exit_code_of_the_error(broken, tmp_path, capf
         (["trainer.fp8=blockwise"], "'fp8' is no key of a layout of ranks"),
         (["tensor_parallel_size=x"], "valid integer"),
         (["--dtype", "int8"], "--dtype int8 is not a dtype of weights"),
+        (["--domain", "math"], "a Hugging Face checkpoint has no adapters of domains"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

@@ -159,3 +159,40 @@ def test_a_line_for_each_domain():
         "  pass@16 0.902  majority@16 0.817",
         "all            0 prompts",
     ]
+
+
+def test_of_adapters_by_domain_one_domain_is_evaluated(tmp_path):
+    run = tmp_path / "experts"
+    make_run(run)
+    for domain in ("math", "code"):
+        write(run / "export" / domain / "config.json")
+    with pytest.raises(ConfigError) as caught:
+        exported(run)
+    assert f"evaluate one of {run}/export/code, {run}/export/math" in str(caught.value)
+    of_math = run / "export" / "math"
+    assert exported(of_math) == of_math
+    assert "name=eval-experts-math" in evaluation_settings("demo/gspo-moe-cpu", of_math)
+
+
+def test_exports_of_domains_that_are_old_or_unfinished(tmp_path):
+    run = tmp_path / "experts"
+    make_run(run)
+    write(run / "export" / "math.partial" / "config.json")
+    with pytest.raises(ConfigError, match="exported no checkpoint"):
+        exported(run)
+    write(run / "export" / "math" / "config.json")
+    write(run / "result.json")
+    RunDir(run).outdate_result()  # it trains further
+    with pytest.raises(ConfigError, match="has gone on since it exported"):
+        exported(run)
+
+
+def test_a_checkpoint_with_adapters_by_domain_is_converted_for_one(tmp_path):
+    write(tmp_path / "complete.json")
+    with pytest.raises(ConfigError) as caught:
+        exported(tmp_path)
+    assert "--domain" not in str(caught.value)
+    (tmp_path / "complete.json").write_text('{"adapter_domains": ["math", "code"]}')
+    with pytest.raises(ConfigError) as caught:
+        exported(tmp_path)
+    assert f"convert to-hf {tmp_path} --to FOLDER --domain math`" in str(caught.value)

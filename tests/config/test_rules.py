@@ -27,6 +27,13 @@ from grpo_megatron.config.run import RolloutConfig
 from tests.config.conftest import unchecked_config
 
 LORA = ["lora.rank=4"]
+BY_DOMAIN = [
+    'domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
+    '{name="b", source="file", path="y", rewards=[{function="m:f"}]}]',
+    *LORA,
+    "lora.per_domain=true",
+    "lora.publish=adapter",
+]
 OFFLOADED = "trainer.offload_optimizer=true"
 OFFLOADED_BF16 = [OFFLOADED, "trainer.precision=bfloat16"]
 GRPO_KL = ["objective.preset=grpo"]
@@ -123,6 +130,14 @@ BROKEN = [
     ("fp8_of_files", ["rollout.fp8=blockwise", "publish.method=file"]),
     ("lora_dora", [*LORA, "lora.dora=true", "lora.experts=shared"]),
     ("lora_dora", [*LORA, "lora.dora=true", "lora.publish=adapter"]),
+    ("lora_per_domain", [*BY_DOMAIN, "kind=sft", "cold_start=null"]),
+    ("lora_per_domain", ["lora.rank=4", "lora.per_domain=true", "lora.publish=adapter"]),
+    ("lora_per_domain", [*BY_DOMAIN, "lora.publish=merged"]),
+    ("lora_per_domain", [*BY_DOMAIN, "lora.path=x", "cold_start=null"]),
+    ("lora_per_domain", [*BY_DOMAIN, *GRPO_KL, "objective.reference_interval=5"]),
+    ("lora_per_domain", [*BY_DOMAIN, "critic.trunk=policy", "objective.preset=ppo"]),
+    ("lora_per_domain", [*BY_DOMAIN, 'domains.1.name="code/hard"']),
+    ("lora_per_domain", [*BY_DOMAIN, f'domains.1.name="{"ü" * 101}"']),
     ("lora_precision", ["lora.rank=4", "trainer.fp8=blockwise", "trainer.precision=bfloat16"]),
     (
         "domain_names",

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineUnreachable
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.trainer.requests import LogprobComparison
+from grpo_megatron.types import Completion, Prompt, VersionSpan
 from tests.controller.scored_groups import recipe
 
 
@@ -172,3 +177,36 @@ def test_paused_engines_take_requests_unless_weights_take_long(seconds, asleep, 
     assert not publisher.holds_requests
     publisher._control.paused, publisher._control.asleep = True, asleep
     assert publisher.holds_requests == holds
+
+
+def test_a_check_asks_each_domains_adapter_and_says_whose_samples_these_are(tmp_path):
+    """The trainer compares each domain's log-probs with those of its own adapters."""
+    domains = ("math", "code")
+    lora = {"rank": 4, "publish": "adapter", "per_domain": True}
+    prompts = [Prompt("a", "code", "", (1, 2), ""), Prompt("b", "math", "", (3,), "")]
+    asked = {}
+    compared = []
+
+    class Sampling(Engine):
+        async def generate(self, token_ids, *, adapter, **settings):
+            asked[tuple(token_ids)] = adapter
+            logprobs = np.zeros(1, np.float32)
+            spans = (VersionSpan(0, 0, 1),)
+            return [Completion(np.array([1], np.int32), logprobs, spans, "length", "")]
+
+    class Comparing:
+        async def call(self, request):
+            compared.append(SampleTable(request.directory))
+            return LogprobComparison("", "", {"canary/abs_max": 0.0, "canary/abs_mean": 0.0})
+
+    async def run():
+        pool = ReplicaPool([Sampling()])
+        config = recipe(domains, lora=lora)
+        publisher = Publisher(config, RunDir(tmp_path), Comparing(), pool)
+        await publisher.check_logprobs(prompts)
+
+    asyncio.run(run())
+    assert asked == {(1, 2): "policy.code", (3,): "policy.math"}
+    [table] = compared
+    assert table.domain.tolist() == [1, 0]
+    assert table.manifest.domains == list(domains)

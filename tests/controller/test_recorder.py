@@ -16,6 +16,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.controller.recorder import (
     prune_images,
     prune_store,
+    record_completions,
     record_step,
     starting_steps,
     steps_in,
@@ -176,3 +177,17 @@ def test_no_step_goes_that_is_still_to_be_trained(starts, recorded, keep, presen
     assert {step for step in recorded if step >= present} <= left <= recorded
     if starts and starts[-1] <= present:
         assert {step for step in recorded if step >= starts[-1]} <= left
+
+
+def test_completions_have_the_numbers_of_their_domains(tmp_path):
+    """Those of the recipe's; and the engines that answered."""
+    samples = []
+    for domain in ("code", "math", "code"):
+        samples.append((0, Prompt("p", domain, "", (1,), ""), completion(1, 2)))
+    record_completions(tmp_path / "checked", samples, "engine", domains=["math", "code"])
+    table = SampleTable(tmp_path / "checked")
+    assert table.domain.tolist() == [1, 0, 1]
+    assert table.manifest.domains == ["math", "code"]
+    assert table.manifest.engines == ["engine"] * 3
+    record_completions(tmp_path / "unnamed", samples)
+    assert SampleTable(tmp_path / "unnamed").domain.tolist() == [0, 0, 0]

@@ -106,6 +106,24 @@ def test_a_checkpoint_resumes_on_either_side(pretended1, world1, moe_model, samp
         assert_same_tensors(by_group[0]["tensors"], by_group[1]["tensors"], 1e-4)
 
 
+# --- adapters
+
+
+def test_adapters_of_domains_rest_on_the_host_and_come_back(
+    pretended1, world1, moe_model, tmp_path
+):
+    steps = []
+    for number in range(2):
+        step = write_samples(tmp_path / f"step_{number:06d}", seed=number, num_domains=2)
+        steps.append(step)
+    arguments = {"model": moe_model, "steps": steps}
+    found = pretended1.run(WHOLE + "train_domains", **arguments)
+    expected = world1.run(WHOLE + "train_domains", **arguments)
+    assert_same_tensors(found, expected, 1e-4)
+    name = "model.layers.0.self_attn.q_proj.lora_B.weight"
+    assert np.abs(found[f"even/{name}"] - found[f"odd/{name}"]).max() > 1e-4
+
+
 # --- conversion
 
 

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from msgspec.structs import asdict, replace
 
-from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.batching.store import SampleTable, StepDomain
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.trainer.conversion_worker import ConversionJob, run
+from grpo_megatron.trainer.lora.domain_adapters import DomainAdapters
 from grpo_megatron.trainer.megatron.process_groups import RankInfo
 from grpo_megatron.trainer.model_sender import ModelSender, PublishedModel
 from grpo_megatron.trainer.steps.references import References
@@ -110,6 +113,25 @@ def replay(model: str, samples: str, objective: dict[str, Any]) -> list[dict[str
         training = Training(config, setup.policy, References(config), table, {}, replayed=replayed)
         reports.append(asdict(training.run(0, 3)))
     return reports
+
+
+def train_domains(model: str, steps: list[str]) -> dict[str, np.ndarray]:
+    """Train two domains in turn, each its own adapters; what a publish would send of both."""
+    lora = LoraConfig(rank=2, targets=("self_attn", "experts"))
+    setup = Setup(model, {}, lora=lora)
+    config = setup.config(preset="grpo")
+    adapters = DomainAdapters(setup.policy, [domain.name for domain in config.domains])
+    for step in steps:
+        for number, name in enumerate(adapters.domains):
+            adapters.take(name)
+            table = SampleTable(Path(step), verify=False, domain=StepDomain(number, name))
+            Training(config, setup.policy, References(config), table, {}).run(0, 9)
+    adapters.refresh()
+    published = adapters.published()
+    found = {}
+    for name, tensor in published.stream(published.entries, [0] * len(published.entries)):
+        found[name] = tensor.float().cpu().numpy().copy()
+    return found
 
 
 def convert(job: dict[str, Any]) -> None:

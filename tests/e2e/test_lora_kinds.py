@@ -73,12 +73,19 @@ def write_rows(folder: Path) -> tuple[Path, Path]:
 
 
 def train(
-    folder: Path, kind: str, head: str, rows: Path, *, rewards: str = REWARDS, samples: int = 1
+    folder: Path,
+    kind: str,
+    head: str,
+    rows: Path,
+    *,
+    rewards: str = REWARDS,
+    samples: int = 1,
+    lora: str = "",
 ) -> Path:
     """Train a few steps; returns the run's directory."""
     recipe = folder / f"{kind}.toml"
     common = COMMON.format(steps=NUM_STEPS, rows=rows, rewards=rewards, samples=samples)
-    recipe.write_text(f'name = "{kind}"\nkind = "{kind}"\n{common}\n{head}', "utf-8")
+    recipe.write_text(f'name = "{kind}"\nkind = "{kind}"\n{common}{lora}\n{head}', "utf-8")
     done = command("train", str(recipe), f'runs_dir="{folder}"')
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / kind
@@ -134,3 +141,48 @@ def test_adapters_alone_learn_in_every_kind(tmp_path):
     divergence = values(distil, "distillation/kl")
     assert divergence[-1] < divergence[0]
     assert changed(sft / "export", distil / "export") == PROJECTIONS
+
+
+BY_DOMAIN = """
+[model]
+preset = "tiny-qwen3-moe"
+
+[[domains]]
+name = "equations"
+source = "file"
+path = "{rows}"
+template = "{{question}} ="
+rewards = [{{ function = "run_rewards:vowels" }}]
+"""
+
+
+def test_every_domain_has_an_adapter_of_its_own(tmp_path):
+    """Two domains with the same prompts, but for a sign, and with what engines compute of each: the
+    run, its next attempt, a replay, and an evaluation of one domain's export."""
+    supervised, _ = write_rows(tmp_path)
+    run = train(
+        tmp_path,
+        "rl",
+        BY_DOMAIN.format(rows=supervised)
+        + '\n[objective]\npreset = "grpo"\nkl = "k3"\nkl_beta = 0.01',
+        supervised,
+        rewards='rewards = [{ function = "run_rewards:vowels" }]',
+        samples=4,
+        lora='per_domain = true\npublish = "adapter"\ntargets = ["self_attn"]',
+    )
+    for step in metrics(run):
+        for domain in ("sums", "equations"):
+            assert step[f"canary/abs_max@{domain}"] < 1e-4
+            assert step[f"grad/norm@{domain}"] > 0
+    exports = [run / "export" / domain for domain in ("sums", "equations")]
+    projections = {f"{name}_proj" for name in "qkvo"}
+    for export in exports:
+        assert changed(run / "model", export) == projections
+    assert changed(*exports) == projections
+    done = command("replay", f"{run}@2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = command("resume", str(run), f"num_steps={NUM_STEPS + 1}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(metrics(run)) == NUM_STEPS + 1
+    done = command("eval", str(tmp_path / "rl.toml"), str(exports[0]), f'runs_dir="{tmp_path}"')
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.lora import ENGINE_ADAPTER, LoraConfig
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.trainer.requests import CompareLogprobs, ResetOptimizer, TrainColdStart
@@ -72,10 +72,12 @@ def slots(checkpoints, tmp_path_factory):
     found.stop()
 
 
-async def greedy(client) -> list[Completion]:
+async def greedy(client, adapter: str) -> list[Completion]:
     found = []
     for prompt in PROMPTS:
-        found += await client.generate(prompt.token_ids, max_tokens=12, temperature=0.0)
+        found += await client.generate(
+            prompt.token_ids, adapter=adapter, max_tokens=12, temperature=0.0
+        )
     return found
 
 
@@ -103,16 +105,17 @@ def test_an_adapter_published_is_a_merged_publish(
         async with publishing(
             world1, checkpoint, [server], tmp_path, lora=lora | {"publish": way}
         ) as (publisher, trainer, clients):
-            if way == "merged":
-                clients[0].adapter = ""
+            adapter = ""
+            if way == "adapter":
+                adapter = ENGINE_ADAPTER
             await publisher.publish(1)
-            before = await greedy(clients[0])
+            before = await greedy(clients[0], adapter)
             for step in range(2):
                 await trainer.call(train_request(training_samples, step, num_updates=2))
             await assert_differ(publisher)
             await publisher.publish(2)
             await assert_agree(publisher)
-            return before, await greedy(clients[0])
+            return before, await greedy(clients[0], adapter)
 
     begin, merged = asyncio.run(published("merged"))
     same_begin, beside = asyncio.run(published("adapter"))
@@ -174,11 +177,16 @@ def test_requests_that_wait_for_an_adapter_are_sampled_from_it(
         ) as (publisher, trainer, clients):
             await publisher.publish(1)
             [client] = clients
-            long = asyncio.ensure_future(client.generate(PROMPTS[0].token_ids, max_tokens=220))
+            long = asyncio.ensure_future(
+                client.generate(PROMPTS[0].token_ids, adapter=ENGINE_ADAPTER, max_tokens=220)
+            )
             await asyncio.sleep(0.3)
             await publisher.pause_engines()
             asked = asyncio.gather(
-                *(client.generate(prompt.token_ids, max_tokens=8) for prompt in PROMPTS)
+                *(
+                    client.generate(prompt.token_ids, adapter=ENGINE_ADAPTER, max_tokens=8)
+                    for prompt in PROMPTS
+                )
             )
             await trainer.call(train_request(training_samples))
             assert not asked.done()
@@ -222,7 +230,9 @@ def test_an_engine_that_comes_back_gets_weights_and_adapter(
                 await trainer.call(train_request(training_samples, 1, num_updates=2))
                 await publisher.publish(3)
                 await assert_agree(publisher)
-                (completion,) = await client.generate(PROMPTS[0].token_ids, max_tokens=4)
+                (completion,) = await client.generate(
+                    PROMPTS[0].token_ids, adapter=ENGINE_ADAPTER, max_tokens=4
+                )
                 assert [span.version for span in completion.versions] == [3]
 
     asyncio.run(run())
@@ -243,9 +253,7 @@ def test_magnitudes_of_dora_are_published_in_the_weights(
             tmp_path,
             layout={"tensor_parallel_size": 2},
             lora={"rank": 3, "dora": True},
-        ) as (publisher, trainer, clients):
-            for client in clients:
-                client.adapter = ""
+        ) as (publisher, trainer, _):
             await publisher.publish(1)
             await assert_agree(publisher)
             for step in range(2):

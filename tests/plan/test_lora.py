@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.lora import linear_layers, max_lora_rank
 from grpo_megatron.plan.memory import plan_of
@@ -107,3 +108,45 @@ def test_slots_of_an_engine_are_counted(tp):
     )
     assert "adapters" not in merged.engine
     assert plan.publish.worker_bytes < merged.publish.worker_bytes
+
+
+def two_domains(config: RunConfig) -> tuple[RunConfig, RunConfig]:
+    """A run of two domains that share adapters, and one in which each has its own."""
+    other = config.domains[0].model_copy(update={"name": "other"})
+    shared = config.model_copy(update={"domains": (*config.domains, other)})
+    lora = config.lora.model_copy(update={"per_domain": True})
+    return shared, shared.model_copy(update={"lora": lora})
+
+
+def test_adapters_of_every_domain_are_counted():
+    """Slots, what a publish sends, what is trained and saved; and on a rank of the trainer a copy
+    for each domain, float32, beside the adapters that the model has: attention of 4 layers."""
+    overrides = ["lora.rank=4", "cold_start=null", *SLOTS]
+    shared, own = two_domains(resolve(DEMO, overrides).config)
+    of_all, of_each = plan_of(shared), plan_of(own)
+    assert of_each.engine["adapters"] == 2 * of_all.engine["adapters"]
+    assert of_each.publish.worker_bytes == 2 * of_all.publish.worker_bytes
+    trained = of_all.numbers["trained_parameters"]
+    assert of_each.numbers["trained_parameters"] == 2 * trained
+    added = of_each.numbers["checkpoint_bytes"] - of_all.numbers["checkpoint_bytes"]
+    assert added == (4 + 12) * trained
+    assert "adapters" not in of_all.worst.parts
+    # tensor ranks share rows or columns, and data-parallel ranks have all
+    assert shared.trainer.tensor_parallel_size == shared.trainer.pipeline_parallel_size == 1
+    assert of_each.worst.parts["adapters"] == 2 * 4 * trained
+    assert of_each.worst.total == of_all.worst.total + 2 * 4 * trained
+    assert "adapters_on_a_host_bytes" not in of_each.numbers
+
+
+def test_hosts_have_the_optimizers_of_all_domains():
+    """In bfloat16: float32 weights and moments; here of one rank."""
+    shared, own = two_domains(resolve("single_gpu/qwen3-8b-lora", SLOTS).config)
+    found = plan_of(own)
+    of_rank = found.worst.parts["optimizer"]
+    assert found.numbers["adapters_on_a_host_bytes"] == 2 * of_rank
+    assert found.worst.parts["adapters"] == 2 * 2 * plan_of(shared).numbers["trained_parameters"]
+
+
+def test_a_cold_start_of_domains_needs_what_weights_do():
+    shared, own = two_domains(resolve("demo/lora-moe-cpu", SLOTS).config)
+    assert plan_of(own).stages == plan_of(shared).stages

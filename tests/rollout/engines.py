@@ -144,7 +144,7 @@ def first_tie(model, prompt: Sequence[int], completion: Completion, gap: float =
     return ids.shape[1] - 1
 
 
-def make_config(**rollout) -> RunConfig:
+def make_config(domains: Sequence[str] = ("d",), **rollout) -> RunConfig:
     base = {
         "dtype": "float32",
         "max_model_len": 256,
@@ -159,12 +159,13 @@ def make_config(**rollout) -> RunConfig:
             "model": {"preset": "tiny-qwen3-moe"},
             "domains": [
                 {
-                    "name": "d",
+                    "name": name,
                     "source": "reasoning_gym",
                     "dataset": "chain_sum",
                     "template": "{question}",
                     "rewards": [{"function": "grpo_megatron.rewards.functions:exact_match"}],
                 }
+                for name in domains
             ],
             "batch": {"num_prompts": 6, "num_samples_per_prompt": 4},
             "rollout": base | rollout,
@@ -193,9 +194,15 @@ class Server:
 
     @classmethod
     def start(
-        cls, name: str, checkpoint: Path, directory: Path, lora: LoraConfig | None = None, **rollout
+        cls,
+        name: str,
+        checkpoint: Path,
+        directory: Path,
+        lora: LoraConfig | None = None,
+        domains: Sequence[str] = ("d",),
+        **rollout,
     ) -> Server:
-        config = make_config(**rollout).model_copy(update={"lora": lora})
+        config = make_config(domains, **rollout).model_copy(update={"lora": lora})
         token = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -214,13 +221,7 @@ class Server:
 
     def client(self) -> EngineClient:
         url = f"http://127.0.0.1:{self.port}"
-        return EngineClient(
-            url,
-            name=self.name,
-            request_timeout_s=300,
-            token=self.token,
-            adapter=self.config.engine_adapter,
-        )
+        return EngineClient(url, name=self.name, request_timeout_s=300, token=self.token)
 
     def wait(self) -> None:
         async def ready() -> None:
@@ -255,7 +256,7 @@ class Trainer:
     async def connect(
         self, clients: Sequence[EngineClient], lora: LoraConfig | None = None
     ) -> EngineControl:
-        """lora: what is held is an adapter."""
+        """lora: what is held are adapters, of a domain where names begin with `DOMAIN/`."""
         publisher = EngineControl(clients, timeout_s=300)
         adapter = None
         if lora is None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.lora import ENGINE_ADAPTER, LoraConfig
 from tests.e2e.family_models import write_checkpoint
 from tests.rollout.engines import (
     Server,
@@ -47,7 +47,7 @@ def test_an_engine_computes_the_adapter_of_a_family(tmp_path, name):
         async with server.client() as client:
             await Trainer(weights).publish([client], weights, 1)
             await Trainer(adapter).publish([client], adapter, 2, lora)
-            return await client.generate(PROMPT, max_tokens=16)
+            return await client.generate(PROMPT, adapter=ENGINE_ADAPTER, max_tokens=16)
 
     try:
         server.wait()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.chunk_sampling import ChunkSampler
 from grpo_megatron.rollout.client import EngineClient
@@ -285,3 +286,41 @@ def test_prompts_with_an_environment_are_asked_turn_by_turn(deterministic):
     for group in (groups[0], groups[2]):
         for completion in group.completions:
             assert completion.num_tokens == 4
+
+
+@pytest.mark.parametrize("way", ["rollouts", "greedy", "episodes"])
+def test_requests_name_the_adapter_of_their_prompts_domain(way):
+    """Of samples, of evaluations, and of turns with an environment."""
+    lora = LoraConfig(rank=4, publish="adapter", per_domain=True)
+    prompts = [Prompt(f"p{i}", ("math", "code")[i % 2], "", (i, i + 1), "") for i in range(6)]
+
+    class Once:
+        async def play(self, ask, prompt, seeds, max_tokens):
+            [completion] = await ask(prompt.token_ids, n=1, max_tokens=max_tokens, seed=1)
+            return completion
+
+    async def scenario(started, pool, worker):
+        config = make_config(("math", "code"), max_new_tokens=4)
+        worker.config = config.model_copy(update={"lora": lora})
+        if way == "episodes":
+            worker.episodes = {"code": Once()}
+        if way == "greedy":
+            await worker.greedy(prompts, 4)
+        else:
+            await worker.rollouts(0, prompts)
+        return started[0].requests
+
+    requests = run(scenario)
+    asked = {}
+    for request in requests:
+        asked[tuple(request["token_ids"])] = request["model"]
+    assert asked == {p.token_ids: f"policy.{p.domain}" for p in prompts}
+
+
+def test_requests_of_merged_weights_name_no_adapter():
+    async def scenario(started, pool, worker):
+        worker.config = worker.config.model_copy(update={"lora": LoraConfig(rank=4)})
+        await worker.rollouts(0, PROMPTS[:1])
+        return started[0].requests
+
+    assert all("model" not in request for request in run(scenario))

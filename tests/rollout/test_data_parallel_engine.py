@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.lora import ENGINE_ADAPTER, LoraConfig
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.client import EngineClient
@@ -76,10 +76,11 @@ def assert_computes(checkpoint, samples) -> None:
         np.testing.assert_array_equal(np.sort(completion.routes, -1), expected)
 
 
-async def sample(client) -> list:
+async def sample(client, adapter: str = "") -> list:
     """Many requests at once, so that both engines have some."""
     requests = [
-        client.generate(prompt, n=2, max_tokens=12, record_routes=True) for prompt in PROMPTS
+        client.generate(prompt, adapter=adapter, n=2, max_tokens=12, record_routes=True)
+        for prompt in PROMPTS
     ]
     found = []
     for prompt, completions in zip(PROMPTS, await asyncio.gather(*requests), strict=True):
@@ -130,7 +131,8 @@ def test_every_engine_computes_the_adapter(checkpoint, tmp_path):
             for version in (2, 3):
                 adapter, model = make_adapter(checkpoint, lora, seed=version)
                 await Trainer(adapter).publish([client], adapter, version, lora)
-                found.append((model, await sample(client), await client.adapter_checksums()))
+                samples = await sample(client, ENGINE_ADAPTER)
+                found.append((model, samples, await client.adapter_checksums()))
         return found
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from types import SimpleNamespace
@@ -261,9 +262,41 @@ def test_a_server_with_slots_for_the_policys_adapter(monkeypatch, tmp_path):
     config = make_config().model_copy(update={"lora": lora})
     argv, _ = replica.serve_command(config, str(tmp_path), 0, 8000, token=TOKEN)
     assert argv[argv.index("--max-lora-rank") + 1] == "16"
-    assert argv[argv.index("--lora-modules") + 1] == "policy=grpo_megatron:published"
+    assert argv[argv.index("--max-loras") + 1] == "1"
+    module = json.loads(argv[argv.index("--lora-modules") + 1])
+    assert module == {"name": "policy", "path": "grpo_megatron:published"}
     first = argv.index("--lora-target-modules") + 1
     assert argv[first : first + 4] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     merged = config.model_copy(update={"lora": lora.model_copy(update={"publish": "merged"})})
     argv, _ = replica.serve_command(merged, str(tmp_path), 0, 8000, token=TOKEN)
     assert "--enable-lora" not in argv
+
+
+def test_a_server_with_a_slot_for_the_adapter_of_every_domain(monkeypatch, tmp_path):
+    """vLLM's own parser reads them, also a name that it would not take as NAME=PATH."""
+    monkeypatch.setattr(replica, "is_cpu_engine", lambda: True)
+    hf = load_preset("tiny-qwen3-moe").hf | {"vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    lora = LoraConfig(rank=8, targets=("self_attn",), publish="adapter", per_domain=True)
+    config = make_config(("math", "code, easy/hard")).model_copy(update={"lora": lora})
+    argv, _ = replica.serve_command(config, str(tmp_path), 0, 8000, token=TOKEN)
+    assert argv[argv.index("--max-loras") + 1] == "2"
+    found = modules_of(argv)
+    assert found == [
+        ("policy.math", "grpo_megatron:published/math"),
+        ("policy.code, easy/hard", "grpo_megatron:published/code, easy/hard"),
+    ]
+    assert [name for name, _ in found] == list(config.engine_adapters)
+    assert config.engine_adapter_of("code, easy/hard") == "policy.code, easy/hard"
+
+
+def modules_of(argv: list[str]) -> list[tuple[str, str]]:
+    """Names and paths of the adapters that vLLM reads from its arguments."""
+    from vllm.entrypoints.launchers.cli_args import LoRAParserAction
+
+    first = argv.index("--lora-modules") + 1
+    end = argv.index("--lora-target-modules")
+    namespace = argparse.Namespace()
+    action = LoRAParserAction(["--lora-modules"], "lora_modules")
+    action(argparse.ArgumentParser(), namespace, argv[first:end])
+    return [(module.name, module.path) for module in namespace.lora_modules]

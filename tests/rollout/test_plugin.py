@@ -8,15 +8,17 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import itertools
+import math
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo_megatron.errors import SetupError
+from grpo_megatron.errors import MismatchError, SetupError
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import (
+    adapter_slot,
     cpu_adapters,
     cpu_eager_layers,
     cpu_fork_start,
@@ -32,6 +34,7 @@ from grpo_megatron.rollout.plugin import (
     whole_sequences,
 )
 from grpo_megatron.weights.fp8_blocks import dequantise, quantise
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 pytestmark = [
     pytest.mark.engine,
@@ -306,7 +309,9 @@ def test_experts_keep_their_kernel_where_lora_is_on():
     assert _backend_with_adapters() == "cpu"
 
 
-def _added(of_tokens: tuple[int, ...], num_slots: int = 1) -> torch.Tensor:
+def _added(
+    of_tokens: tuple[int, ...], num_slots: int = 1, spoilt_slot: int | None = None
+) -> torch.Tensor:
     """What a layer of two slices adds for tokens with the adapters 1, 2, ... and without (0)."""
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
@@ -319,6 +324,9 @@ def _added(of_tokens: tuple[int, ...], num_slots: int = 1) -> torch.Tensor:
     states, added = torch.randn(5, 12), torch.zeros(5, 10)
     a = tuple(torch.randn(num_slots, 1, 4, 12) for _ in range(2))
     b = tuple(torch.randn(num_slots, 1, rows, 4) for rows in (6, 4))
+    if spoilt_slot is not None:
+        for factor in (*a, *b):
+            factor[spoilt_slot] = math.nan
     wrapper.add_lora_linear(added, states, a, b, 1.0, (6, 4))
     return added
 
@@ -343,6 +351,16 @@ def test_every_token_gets_its_adapter_or_none(monkeypatch, num_slots):
         found = _added(of_tokens, num_slots)
         for token, slot in enumerate(of_tokens):
             torch.testing.assert_close(found[token], expected[slot][token])
+
+
+def test_an_adapter_that_is_not_finite_spoils_its_own_tokens_alone(monkeypatch):
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    monkeypatch.setattr(PunicaWrapperCPU, "add_lora_linear", PunicaWrapperCPU.add_lora_linear)
+    cpu_adapters.apply()
+    found = _added((1, 2, 0, 1, 2), num_slots=2, spoilt_slot=0)
+    assert found[[0, 3]].isnan().any(1).all()
+    assert not found[[1, 2, 4]].isnan().any()
 
 
 def test_upstream_takes_no_float32_beside_fp8(restore):
@@ -422,3 +440,67 @@ def test_the_trainer_rounds_to_fp8_as_vllm_does(dtype):
     expected, expected_scales = per_block_cast_to_fp8(weight, [128, 128])
     assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
+
+
+class WithSlots(torch.nn.Module):
+    """An engine's model, of a server that was started with these adapters; it has no layers."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        config = SimpleNamespace(max_lora_rank=8)
+        self.lora_manager = SimpleNamespace(modules={}, packed_modules={}, lora_config=config)
+        self.adapter_numbers = dict(numbers)
+
+
+def refused(numbers, name: str) -> str:
+    entry = TensorEntry(name, "float32", (2, 3))
+    return adapter_slot.refusals(WithSlots(numbers), [entry])[name]
+
+
+QUERY_A = "model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name", "told"),
+    [
+        ({"": 1}, f"math/{QUERY_A}", "one adapter for all domains"),
+        ({"math": 1, "code": 2}, QUERY_A, "an adapter for each of the domains 'code', 'math'"),
+        ({"math": 1, "code": 2}, f"law/{QUERY_A}", "'code', 'math', and not for 'law'"),
+        ({"math": 1, "code": 2}, f"math/{QUERY_A}", "no layer of that name"),
+    ],
+)
+def test_an_adapter_without_a_slot_is_refused(numbers, name, told):
+    assert told in refused(numbers, name)
+
+
+def test_an_engine_without_slots_takes_no_adapter():
+    entry = TensorEntry(QUERY_A, "float32", (2, 3))
+    assert "without adapters" in adapter_slot.refusals(torch.nn.Module(), [entry])[QUERY_A]
+
+
+def test_every_slot_gets_an_adapter(monkeypatch):
+    monkeypatch.setattr(adapter_slot, "refusals", lambda model, tensors: {})
+    model = WithSlots({"math": 1, "code": 2})
+    of_math = {f"math/{QUERY_A}": torch.zeros(2, 3)}
+    with pytest.raises(MismatchError, match="no tensor came of the adapter of domain 'code'"):
+        adapter_slot.take(model, of_math, 2, 1.0)
+    adapter_slot.take(model, of_math | {f"code/{QUERY_A}": torch.ones(2, 3)}, 2, 1.0)
+    assert model.published_adapters["code"].tensors[QUERY_A].sum() == 6
+    adapter_slot.forget(model)
+    assert "published_adapters" not in model.__dict__
+
+
+def test_keys_and_values_of_one_adapter_are_not_those_of_another():
+    """vLLM keeps blocks by tokens and the adapter's name and path."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    found = set()
+    for number, domain in enumerate(("math", "code"), start=1):
+        lora = LoRARequest(f"policy.{domain}", number, adapter_slot.path_of(domain))
+        request = SimpleNamespace(
+            lora_request=lora, mm_features=[], cache_salt=None, prompt_embeds=None
+        )
+        keys, _ = generate_block_hash_extra_keys(request, 0, 32, 0)
+        found.add(keys)
+    assert len(found) == 2 and None not in found

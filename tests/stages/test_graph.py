@@ -868,3 +868,83 @@ def test_paths_of_drop_gates_start_at_the_root(tmp_path):
 def test_a_number_is_a_number(text):
     with pytest.raises(ConfigError, match="is not a gate"):
         parse_gate(text)
+
+
+EXPERTS = """
+name = "tiny"
+runs_dir = "{runs}"
+
+[stages.base]
+recipe = "stages/tiny-base"
+
+[stages.experts]
+recipe = "stages/tiny-domain-experts"
+inputs = {{ "model.path" = "base" }}
+
+[stages.soup]
+merge = {{ "experts/plus" = 0.5, "experts/minus" = 0.5 }}
+
+[stages.judged]
+recipe = "stages/tiny-expert"
+inputs = {{ "model.path" = "experts/mixed" }}
+settings = ["kind=eval", "num_steps=0"]
+
+[stages.distilled]
+recipe = "stages/tiny-distil"
+[stages.distilled.inputs]
+"model.path" = "base"
+"distillation.teachers.0.path" = "experts/plus"
+"distillation.teachers.1.path" = "experts/minus"
+"distillation.teachers.2.path" = "experts/mixed"
+"""
+
+
+@pytest.fixture
+def experts_file(tmp_path) -> Path:
+    file = tmp_path / "graph.toml"
+    file.write_text(EXPERTS.format(runs=tmp_path / "runs"))
+    return file
+
+
+def test_a_stage_takes_the_checkpoint_of_one_domain(experts_file, tmp_path):
+    graph = load_graph(experts_file)
+    exports = tmp_path / "runs" / "tiny" / "experts" / "export"
+    assert graph.levels() == [["base"], ["experts"], ["soup", "judged", "distilled"]]
+    config = graph.resolve("distilled").config
+    assert config.distillation is not None
+    paths = [teacher.path for teacher in config.distillation.teachers]
+    assert paths == [exports / "plus", exports / "minus", exports / "mixed"]
+    assert f'model.path="{exports / "mixed"}"' in graph.recipe_arguments("judged")
+    assert graph.taken("soup", "experts") == [exports / "plus", exports / "minus"]
+    assert graph.takers("experts") == ["soup", "judged", "distilled"]
+    assert graph.input("domains.0.path", "experts") == exports.parent  # its recorded samples
+    assert graph.input("lora.path", "experts/plus") == exports.parent / "adapter" / "plus"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('= "experts/mixed" }', '= "experts" }', "write 'experts/plus', for example"),
+        ('= "experts/mixed" }', '= "experts/mixd" }', "did you mean 'experts/mixed'"),
+        ('= "experts/mixed" }', '= "base/mixed" }', "write 'base'"),
+        ('= "experts/mixed" }', '= "expert/mixed" }', "did you mean 'experts'"),
+        ('"experts/plus" = 0.5', '"experts" = 0.5', "a checkpoint for each of its domains"),
+    ],
+)
+def test_a_domain_that_gives_no_checkpoint_is_one_message(experts_file, old, new, words):
+    with pytest.raises(ConfigError) as caught:
+        load_graph(changed(experts_file, old, new))
+    assert words in str(caught.value)
+
+
+def test_a_last_stage_has_a_checkpoint_of_every_domain(tmp_path):
+    file = tmp_path / "graph.toml"
+    text = EXPERTS.format(runs=tmp_path / "runs")
+    file.write_text(text[: text.index("[stages.soup]")])
+    graph = load_graph(file)
+    for name in ("base", "experts"):
+        finish(graph, name, plus=0.7)
+    assert states(graph)["experts"] == "begun"
+    for domain in ("plus", "minus", "mixed"):
+        (graph.output("experts") / domain).mkdir(parents=True)
+    assert states(graph)["experts"] == "done"

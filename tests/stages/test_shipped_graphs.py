@@ -40,7 +40,8 @@ def test_graph(name, monkeypatch):
 
 
 def test_every_pipeline_is_there_small_and_large():
-    for name in ("r1", "deepseek_v3_2", "deepseek_v4", "agents", "open_r1_gsm8k", "tulu3"):
+    names = ("r1", "deepseek_v3_2", "deepseek_v4", "domain_experts", "agents")
+    for name in (*names, "open_r1_gsm8k", "tulu3"):
         small, large = (load_graph(graph) for graph in (f"tiny-{name}", name))
         gpus = [
             {g.resolve(s).config.placement.gpus_per_node for s in g.order} for g in (small, large)

@@ -3,6 +3,8 @@
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 
+_MOST_BYTES_OF_A_NAME = 200
+_MOST_CHARACTERS_OF_A_NAME = 50  # of four bytes each at most
 LORA_RUN_RULES = RuleSet()
 """Their checks take the run; those that need the model are `plan.lora.LORA_RULES`."""
 
@@ -62,7 +64,7 @@ def routers_are_frozen(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_publish")
 def adapters_go_through_memory(run: RunConfig) -> Violation | None:
     """Refuse adapters for engines where a publish is an exported checkpoint."""
-    if not run.engine_adapter or run.publish.method != "file":
+    if not run.engine_adapters or run.publish.method != "file":
         return None
     return Violation(
         "publish.method",
@@ -76,7 +78,7 @@ def adapters_go_through_memory(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_publish")
 def adapters_are_not_beside_fp8(run: RunConfig) -> Violation | None:
     """Refuse adapters that engines compute beside weights in FP8."""
-    if not run.engine_adapter or run.rollout.fp8 == "none":
+    if not run.engine_adapters or run.rollout.fp8 == "none":
         return None
     return Violation(
         "lora.publish",
@@ -102,7 +104,7 @@ def experts_have_magnitudes_of_their_own(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_dora")
 def slots_have_no_magnitudes(run: RunConfig) -> Violation | None:
     """Refuse DoRA where engines compute adapters: vLLM knows A and B only."""
-    if not run.engine_adapter or run.lora is None or not run.lora.dora:
+    if not run.engine_adapters or run.lora is None or not run.lora.dora:
         return None
     return Violation(
         "lora.publish",
@@ -123,3 +125,98 @@ def adapters_have_no_fp8(run: RunConfig) -> Violation | None:
         nearest=("none",),
         related=("lora",),
     )
+
+
+@LORA_RUN_RULES.rule("lora_per_domain")
+def experts_are_trained_by_rl(run: RunConfig) -> Violation | None:
+    """Refuse adapters of several domains where rewards do not train them."""
+    if run.lora is None or not run.lora.per_domain or run.kind == "rl":
+        return None
+    return Violation(
+        "lora.per_domain",
+        f"domains have adapters of their own in runs of kind 'rl', and this one is {run.kind!r}",
+        nearest=(False,),
+        related=("kind",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_per_domain")
+def one_domain_has_the_adapter(run: RunConfig) -> Violation | None:
+    """Refuse adapters by domain where there is one domain."""
+    if run.lora is None or not run.lora.per_domain or len(run.domains) > 1:
+        return None
+    return Violation(
+        "lora.per_domain",
+        "there is one domain, and the adapter is its own",
+        nearest=(False,),
+        related=("domains",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_per_domain")
+def adapters_of_domains_are_not_merged(run: RunConfig) -> Violation | None:
+    """Refuse one set of merged weights for several adapters."""
+    if run.lora is None or not run.lora.per_domain or run.engine_adapters:
+        return None
+    return Violation(
+        "lora.publish",
+        "with lora.per_domain an engine has the adapters of all domains, each beside the weights",
+        nearest=("adapter",),
+        related=("lora.per_domain",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_per_domain")
+def adapters_of_domains_begin_at_zero(run: RunConfig) -> Violation | None:
+    """Refuse one directory of adapters for several domains."""
+    if run.lora is None or not run.lora.per_domain or run.lora.path is None:
+        return None
+    return Violation(
+        "lora.path",
+        "with lora.per_domain every domain has adapters of its own, and these are one set",
+        nearest=(None,),
+        related=("lora.per_domain",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_per_domain")
+def adapters_of_domains_have_the_base_as_reference(run: RunConfig) -> Violation | None:
+    """Refuse references that follow the adapters: of several domains there are several."""
+    if run.lora is None or not run.lora.per_domain or run.objective.reference_interval == 0:
+        return None
+    return Violation(
+        "objective.reference_interval",
+        "with lora.per_domain the reference is the model without adapters, and stays it",
+        nearest=(0,),
+        related=("lora.per_domain",),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_per_domain")
+def adapters_of_domains_have_no_critic(run: RunConfig) -> Violation | None:
+    """Refuse a critic, of which every domain would need one."""
+    if run.lora is None or not run.lora.per_domain or run.critic is None:
+        return None
+    return Violation(
+        "critic",
+        "with lora.per_domain every domain is trained alone, and a critic would learn from all",
+        remedy="remove [critic], choose an objective without one, or lora.per_domain=false",
+        related=("lora.per_domain", "objective.preset"),
+    )
+
+
+@LORA_RUN_RULES.rule("lora_per_domain")
+def domains_with_adapters_are_folders(run: RunConfig) -> Violation | None:
+    """Refuse names of domains that no folder can have: checkpoints and exports have one of each."""
+    for number, domain in enumerate(run.domains):
+        is_folder = "/" not in domain.name and len(domain.name.encode()) <= _MOST_BYTES_OF_A_NAME
+        if domain.name in run.adapter_domains and not is_folder:
+            nearest = domain.name.replace("/", "-")[:_MOST_CHARACTERS_OF_A_NAME]
+            return Violation(
+                f"domains.{number}.name",
+                f"with lora.per_domain every domain has a folder of its name, and {domain.name!r} "
+                "cannot be one",
+                nearest=(nearest,),
+                related=("lora.per_domain",),
+            )
+    return None

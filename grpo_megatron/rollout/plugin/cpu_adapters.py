@@ -38,11 +38,13 @@ def apply() -> None:
         outputs = y.view(-1, y.shape[-1])
         num_slots = len(lora_a_stacked[0])
         for slot in range(num_slots):
-            is_in_slot = (self.token_lora_indices == slot)[:, None]
+            is_elsewhere = (self.token_lora_indices != slot)[:, None]
             start = 0
             for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                low = inputs @ a[slot, 0].t() * scale * is_in_slot
-                outputs[:, start : start + size] += low @ b[slot, 0].t()
+                low = inputs @ a[slot, 0].t() * scale
+                added = low @ b[slot, 0].t()
+                # filled, not multiplied by 0, which would leave NaN
+                outputs[:, start : start + size] += added.masked_fill(is_elsewhere, 0.0)
                 start += size
 
     PunicaWrapperCPU.add_lora_linear = add_lora_linear

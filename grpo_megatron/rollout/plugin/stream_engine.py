@@ -25,7 +25,7 @@ class StreamInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]  # of a
     streams: list[Any]  # (number, `OpenedStream`) of each worker of this replica, as JSON values
     first_worker: int  # number of this replica's first worker, counted over all replicas
     timeout_s: float
-    adapter: dict[str, float] | None = None  # of an adapter: its rank and scale; None: of weights
+    adapter: dict[str, float] | None = None  # of adapters: their rank and scale; None: of weights
 
 
 @dataclass
@@ -48,7 +48,7 @@ class StreamWeightTransferEngine(
         self.failure = ""  # of the transfer, see `_noting`
         self.receiver: StreamReceiver | None = None
         self.adapter: dict[str, float] | None = None  # of `StreamInitInfo`
-        self._received: dict[str, torch.Tensor] = {}  # of an adapter
+        self._received: dict[str, torch.Tensor] = {}  # of adapters
 
     def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
         """Join this worker's stream; what goes wrong is in `failure`."""
@@ -72,7 +72,7 @@ class StreamWeightTransferEngine(
             )
 
     def start_weight_update(self) -> None:
-        """Let the model's layers wait for weights of a new publish; an adapter leaves them."""
+        """Let the model's layers wait for weights of a new publish; adapters leave them."""
         if self.adapter is not None:
             return
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -85,26 +85,25 @@ class StreamWeightTransferEngine(
             if self.receiver is None:
                 raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
             if self.adapter is None:
-                adapter_slot.forget(self.model)  # it was for other weights
+                adapter_slot.forget(self.model)  # they were for other weights
                 self.receiver.receive(update_info.publish, self.load)
             else:
-                self._receive_adapter(self.receiver, update_info.publish, self.adapter)
+                self._receive_adapters(self.receiver, update_info.publish, self.adapter)
 
     def load(self, tensors: TensorParts) -> None:
         """Have the model take the parts of a bucket."""
         with adapter_slot.without_wrappers(self.model):
             self.model.load_weights(loadable(tensors))
 
-    def _receive_adapter(
+    def _receive_adapters(
         self, receiver: StreamReceiver, publish: int, adapter: dict[str, float]
     ) -> None:
-        """Take all of an adapter; it replaces the one before when the update is finished."""
+        """Take all adapters; they replace those before when the update is finished."""
         self._received = {}
         receiver.receive(publish, self._keep)
         received = self._received
         self._received = {}
-        published = adapter_slot.PublishedAdapter(received, int(adapter["rank"]), adapter["scale"])
-        adapter_slot.take(self.model, published)
+        adapter_slot.take(self.model, received, int(adapter["rank"]), adapter["scale"])
 
     def _keep(self, tensors: TensorParts) -> None:
         """Copy the tensors of a bucket out of its messages."""

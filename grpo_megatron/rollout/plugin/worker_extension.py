@@ -31,14 +31,14 @@ class WorkerExtension:
         return {"boxes": msgspec.to_builtins(boxes), "whole": whole}
 
     def adapter_refusals(self, tensors: list[Any]) -> dict[str, str]:
-        """Tell which tensors of an adapter this worker cannot take, and why, by name.
+        """Tell which tensors of adapters this worker cannot take, and why, by name.
 
         tensors: `TensorEntry` as JSON values."""
         entries = msgspec.convert(tensors, list[TensorEntry])
         return adapter_slot.refusals(self.weight_transfer_engine.model, entries)
 
     def adapter_checksums(self) -> dict[str, str]:
-        """Tell the digests of what the layers compute of the adapter, by layer."""
+        """Tell the digests of what the layers compute of the adapters, by domain and layer."""
         return adapter_slot.checksums(self.weight_transfer_engine.model)
 
     def reload_from_path(self, path: str) -> None:

@@ -1,6 +1,7 @@
 """Log-probs of a recorded step under several routings, for the mismatch report."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.routing.router_replay import Routes, RoutingPass, local_part
+from grpo_megatron.trainer.steps.joined_reports import joined_metrics
 from grpo_megatron.trainer.steps.microbatch import UpdateBatch
 from grpo_megatron.trainer.steps.optimizer_step import (
     gather_tokens,
@@ -26,26 +28,35 @@ from grpo_megatron.trainer.steps.optimizer_step import (
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 
 
-def measure_logprob_diff(
-    config: RunConfig,
-    policy: Policy,
-    table: SampleTable,
-    to: Path,
-    *,
-    by_layer: bool,
-    state: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Compute log-probs of all samples at the present weights, and write them to `to`. Collective.
+@dataclass(frozen=True, slots=True)
+class LogprobDiff:
+    """Log-probs of the samples of a table at the weights that sampled them.
 
     The columns are fp64 [n] over the table's policy tokens: `rollout` (the engine's), `live` (with
     the trainer's own routing), `unmasked` (the same over the whole vocabulary, if sampling was
     truncated), `trained` (1 where the sample is in the loss, else 0), and `through_N` (with the
-    engine's routes in the MoE layers up to number N; by_layer: for each N, else only for the last).
-    `flipped`, fp64 [E, L], counts how often only the engine used an expert. state: what the
+    engine's routes in the MoE layers up to number N). flipped, fp64 [E, L], counts how often only
+    the engine used an expert, and metrics are of routing: None and empty without routes."""
+
+    columns: dict[str, np.ndarray]
+    flipped: np.ndarray | None
+    metrics: dict[str, float]
+
+
+def measure_logprob_diff(
+    config: RunConfig,
+    policy: Policy,
+    table: SampleTable,
+    *,
+    by_layer: bool,
+    state: Mapping[str, Any],
+) -> LogprobDiff:
+    """Compute log-probs of all samples of `table` at the present weights. Collective.
+
+    by_layer: have a column `through_N` for each N, else only for the last; state: what the
     objective learned before the step.
 
-    Returns routing metrics, empty without routes. Raises DataError for routes that cannot be used,
-    where `routing.on_missing` says so."""
+    Raises DataError for routes that cannot be used, where `routing.on_missing` says so."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
     samples = sample_batch(config, table)
     source = RouteSource(config, policy.replay, table)
@@ -69,12 +80,13 @@ def measure_logprob_diff(
     }
     if config.rollout.truncation:
         columns["unmasked"] = gathered([untruncated(output) for output in live])
-    metrics = {}
+    metrics: dict[str, float] = {}
+    flipped: np.ndarray | None = None
     if routes is not None and live_routing is not None:
         source.finish(live_routing, batch)
         metrics = source.metrics()
         absent = _absent_experts(batch, routes, live_routing)
-        columns["flipped"] = policy.replay.count_experts(absent).T.numpy()
+        flipped = policy.replay.count_experts(absent).T.numpy()
         layers = policy.replay.shape.layers
         if not by_layer:
             layers = layers[-1:]
@@ -82,9 +94,31 @@ def measure_logprob_diff(
             replayed = _routes_up_to(layer, routes, policy.replay.layers)
             through = logprob_pass(policy, batch, RoutingPass(replayed=replayed))
             columns[f"through_{layer}"] = gathered([output[0] for output in through])
+    return LogprobDiff(columns, flipped, metrics)
+
+
+def write_logprob_diff(
+    to: Path, whole: SampleTable, parts: Sequence[tuple[SampleTable, LogprobDiff]]
+) -> dict[str, float]:
+    """Write the columns of a whole recorded step to `to`, by rank 0, as `LogprobDiff` has them, and
+    `flipped` beside them. parts: of the step, each with its table; all rows are in one of them.
+
+    Returns the routing metrics of all parts together (`joined_metrics`)."""
+    columns: dict[str, np.ndarray] = {}
+    num_tokens = int(whole.policy_lengths.sum())
+    metrics = []
+    for table, diff in parts:
+        is_row_here = np.isin(np.arange(len(whole)), table.rows_of_step)
+        is_token_here = np.repeat(is_row_here, whole.policy_lengths)
+        for name, values in diff.columns.items():
+            column = columns.setdefault(name, np.full(num_tokens, np.nan))
+            column[is_token_here] = values
+        if diff.flipped is not None:
+            columns["flipped"] = columns.get("flipped", 0.0) + diff.flipped
+        metrics.append((diff.metrics, int(is_token_here.sum())))
     if dist.get_rank() == 0:
         write_columns(to, columns)
-    return metrics
+    return joined_metrics(metrics, {})
 
 
 def _routes_up_to(layer: int, routes: Sequence[Routes], own_layers: Sequence[int]) -> list[Routes]:

@@ -14,7 +14,13 @@ from megatron.core import parallel_state
 from tokenizers import Tokenizer
 
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.distributed import load_model, read_state
+from grpo_megatron.checkpoints.distributed import (
+    Part,
+    load_checkpoint,
+    load_model,
+    read_state,
+)
+from grpo_megatron.checkpoints.retention import ADAPTERS_FOLDER
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import MismatchError
@@ -57,18 +63,20 @@ def largest_difference(
     weights: Path,
     layout: TrainerConfig,
     dtype: torch.dtype | None,
+    domain: str = "",
 ) -> float:
     """Return the largest |log-prob difference| of both checkpoints, in nats. Collective.
 
-    weights: Megatron's files, read at `layout`; dtype: to which weights are rounded first. Raises
-    MismatchError where transformers cannot compute with the checkpoint."""
+    weights: Megatron's files, read at `layout`; dtype: to which weights are rounded first; domain:
+    whose adapters are computed, where domains have adapters of their own. Raises MismatchError
+    where transformers cannot compute with the checkpoint."""
     ids = _probe_ids(hf, hf_directory)
     box: list[torch.Tensor | None] = [None]
     if dist.get_rank() == 0:
         box = [_by_transformers(hf_directory, ids, dtype)]
     dist.broadcast_object_list(box)
     [expected] = box
-    parts = all_gathered(_by_megatron(hf, weights, layout, ids, dtype))
+    parts = all_gathered(_by_megatron(hf, weights, layout, ids, dtype, domain))
     found = next(part for part in parts if part is not None)
     return float((found - expected).abs().max())
 
@@ -107,6 +115,7 @@ def _by_megatron(
     layout: TrainerConfig,
     ids: list[int],
     dtype: torch.dtype | None,
+    domain: str,
 ) -> torch.Tensor | None:
     """Compute the same on the last pipeline stage; elsewhere None. Collective."""
     config = transformer_config(hf, layout)
@@ -116,7 +125,10 @@ def _by_megatron(
     if lora is not None:
         for model in models:
             add_adapters(model, hf, config, LoraConfig(**lora), 0)
-    load_model(weights, policy.chunks)
+    load_model(weights, policy.chunks, weights_alone=bool(domain))
+    if domain:
+        adapters = Part(f"{ADAPTERS_FOLDER}/{domain}", policy.chunks, holds="adapters")
+        load_checkpoint(weights.parent, adapters)
     if dtype is not None:
         if lora is not None:  # what was rounded is the sum
             _merge(policy)

@@ -149,6 +149,10 @@ class Policy:
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [part for part in parts if part.optimizer is not None]
 
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers inside of Megatron's, which hold moments and parameters."""
+        return [part.optimizer for part in self._optimizer_parts()]
+
     def release(self) -> None:
         """Let the memory go, now that another policy has taken its place.
 

@@ -21,16 +21,21 @@ class StaticBytes:
     """Elements of every parameter, by model chunk."""
     host: int = 0
     """Of an optimizer whose state is in the memory of the host, which is not in `optimizer`."""
+    adapters: int = 0
+    """Of the copies that lie beside the policy where domains have adapters of their own."""
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by part, as the plan names them."""
-        return {
+        parts = {
             "weights": self.weights,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "buffers": self.buffers,
         }
+        if self.adapters:
+            parts["adapters"] = self.adapters
+        return parts
 
 
 def static_bytes_of(policy: Policy) -> StaticBytes:

@@ -461,7 +461,7 @@ class Training:
 
     def _write_masks(self) -> None:
         """Keep who was clipped and rejected for a replay; of ranks with the same samples, one."""
-        masks = _masks_of_all_epochs(self.recorded_masks)
+        masks = _masks_of_all_epochs(self.recorded_masks, self.table.rows_of_step)
         if not masks or self.replayed_masks is not None:
             return
         if not optimizer_step.is_output_rank():
@@ -471,6 +471,7 @@ class Training:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
             masks,
+            self.table.domain_name,
         )
 
     def _write_drift(self, monitor: PolicyDriftMonitor) -> None:
@@ -480,11 +481,15 @@ class Training:
             return
         if not optimizer_step.is_output_rank():
             return
+        moved = {}
+        for row, drift in monitor.moved.items():
+            moved[int(self.table.rows_of_step[row])] = drift
         write_drift(
             self.table.directory,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
-            monitor.moved,
+            moved,
+            self.table.domain_name,
         )
 
     def _metrics(
@@ -532,8 +537,12 @@ def _mask_name(name: str, epoch: int) -> str:
     return f"{name}{_EPOCH}{epoch}"
 
 
-def _masks_of_all_epochs(recorded: Sequence[Sequence[MaskRecord]]) -> list[MaskRecord]:
-    """Join the masks of every micro-batch, which all epochs go through in the same order."""
+def _masks_of_all_epochs(
+    recorded: Sequence[Sequence[MaskRecord]], rows_of_step: np.ndarray
+) -> list[MaskRecord]:
+    """Join the masks of every micro-batch, which all epochs go through in the same order.
+
+    rows_of_step: int64 [N], as of `SampleTable`; the joined ones have these rows."""
     joined = []
     for of_epochs in zip(*recorded, strict=True):
         rows, _ = of_epochs[0]
@@ -541,7 +550,7 @@ def _masks_of_all_epochs(recorded: Sequence[Sequence[MaskRecord]]) -> list[MaskR
         for epoch, (_, of_epoch) in enumerate(of_epochs):
             for name, mask in of_epoch.items():
                 masks[_mask_name(name, epoch)] = mask
-        joined.append((rows, masks))
+        joined.append((rows_of_step[rows], masks))
     return joined
 
 
@@ -613,5 +622,10 @@ def _away_from_reference(microbatch: MicroBatch, output: torch.Tensor) -> torch.
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:
     """Return who was clipped or rejected when the step was first trained, bool [n] by name."""
-    found = read_masks(table.directory, table.policy_lengths)
-    return {name: torch.from_numpy(flags) for name, flags in found.items()}
+    whole = SampleTable(table.directory, verify=False)
+    is_row_here = np.isin(np.arange(len(whole)), table.rows_of_step)
+    is_token_here = np.repeat(is_row_here, whole.policy_lengths)
+    found = {}
+    for name, flags in read_masks(table.directory, whole.policy_lengths).items():
+        found[name] = torch.from_numpy(flags[is_token_here])
+    return found
