@@ -121,6 +121,12 @@ class RunDir:
         if self.result.exists():
             self.result.replace(self.earlier_result)
 
+    @property
+    def has_gone_on(self) -> bool:
+        """Whether a run that had ended trains on, and has not ended again: its export is not the
+        newest."""
+        return self.earlier_result.is_file() and not self.result.is_file()
+
     def written(self) -> AbstractContextManager[None]:
         """Return a context in which an OSError (no permission, a full disk) is a SetupError."""
         return raised_as(

@@ -86,10 +86,9 @@ def exported(model: Path) -> Path:
     is_run = run.config.is_file() and run.logs.is_dir()
     has_export = (run.export / "config.json").is_file()
     of_domains = _exports_of_domains(run)
-    has_gone_on = run.earlier_result.is_file() and not run.result.is_file()
-    if is_run and has_export and not has_gone_on:
+    if is_run and has_export and not run.has_gone_on:
         return run.export
-    if is_run and (has_export or (of_domains and has_gone_on)):
+    if is_run and (has_export or (of_domains and run.has_gone_on)):
         raise ConfigError(
             f"{model} has gone on since it exported, and has not ended again",
             where=str(run.export.absolute()),

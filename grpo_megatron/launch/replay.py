@@ -77,7 +77,13 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
         if "/layer_" not in name or change > 1e-6 * max(abs(before), 1e-3):
             yield f"  {name:<{width}}  {before:>14.8g}  {now:>14.8g}  {change:>9.2g}"
     changed = found.get("replay/decisions_changed", 0.0)
-    yield f"  tokens on the other side of a clip or mask bound now: {changed:.3%}, held as recorded"
+    if found.get("replay/decisions_recorded", 1.0) == 0:
+        yield "  which tokens are clipped or masked was not recorded, or is lost: decided anew"
+    else:
+        yield (
+            f"  tokens on the other side of a clip or mask bound now: {changed:.3%}, held as "
+            "recorded"
+        )
     flips = []
     for name, rate in found.items():
         if name.startswith("routing/rollout_token_flip_rate/") and rate > 0:

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ from grpo_megatron.weights.parameters import (
 )
 from grpo_megatron.weights.tensor_entry import digest_tensor
 
+_DIGESTS_OF_TENSORS = "conversion.json"
 _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0
 """Ranks wait for the slowest one between phases."""
@@ -258,23 +259,36 @@ def _identity(job: ConversionJob) -> list[Any]:
 def _write(source: Source, target: Target, job: ConversionJob, dtype: torch.dtype | None) -> None:
     """Write the files that are not finished; each rank its share. Collective."""
     unfinished = _unfinished(target)
+    digests = _recorded_digests(Path(job.source))
     dist.barrier()  # all have looked what is left
     with _phase("write", _num_bytes(unfinished)) as report:
         for file in unfinished[dist.get_rank() :: dist.get_world_size()]:
-            target.write(file, _tensors_of(source, file, dtype), report)
+            target.write(file, _tensors_of(source, file, dtype, digests), report)
         target.wait()
         dist.barrier()
         on_rank_0(target.finish, Path(job.source), job.dtype)
 
 
 def _tensors_of(
-    source: Source, file: shard_files.ShardFile, dtype: torch.dtype | None
+    source: Source,
+    file: shard_files.ShardFile,
+    dtype: torch.dtype | None,
+    digests: Mapping[str, str],
 ) -> shard_files.NamedTensors:
-    """Yield the tensors of a file as `dtype`, while the disk already reads the next ones."""
+    """Yield the tensors of a file as `dtype`, while the disk already reads the next ones.
+
+    digests: that were recorded of the source's tensors, as far as any were. Raises MismatchError
+    where one is not what was written."""
     parameters = [source.parameters[unit] for unit in file.units]
     for parameter in shard_files.read_ahead(parameters, source.prefetch):
         written_as = _dtype_of(parameter, source, dtype)
         for name, tensor in source.tensors(parameter):
+            if name in digests and digest_tensor(tensor) != digests[name]:
+                raise MismatchError(
+                    f"tensor {name!r} is not what was written, by {_DIGESTS_OF_TENSORS}",
+                    remedy="restore the checkpoint from a copy; if it was changed on purpose, "
+                    f"remove {_DIGESTS_OF_TENSORS} from it",
+                )
             yield name, cast(name, tensor, written_as, where="--dtype")
 
 
@@ -326,10 +340,7 @@ def _check(source: Source, directory: Path) -> None:
     """Read every tensor: finite numbers, and the digests that were recorded, if there are any.
 
     Raises MismatchError. Collective."""
-    record = directory / "conversion.json"
-    recorded: dict[str, str] = {}
-    if record.exists():
-        recorded = json.loads(record.read_text())["tensors"]
+    recorded = _recorded_digests(directory)
     problems: list[tuple[str, str]] = []
     with _phase("check", 4 * num_elements(source.parameters)) as report:
         for parameter in source.parameters[dist.get_rank() :: dist.get_world_size()]:
@@ -352,6 +363,16 @@ def _check(source: Source, directory: Path) -> None:
     if recorded:
         of_digests = ", and the digest that was recorded"
     _say_once(message=f"every tensor has its place, its shape and finite numbers{of_digests}")
+
+
+def _recorded_digests(directory: Path) -> dict[str, str]:
+    """Return the digests of tensors that were recorded when a checkpoint was written; none of
+    others."""
+    record = directory / _DIGESTS_OF_TENSORS
+    if not record.exists():
+        return {}
+    digests: dict[str, str] = json.loads(record.read_text())["tensors"]
+    return digests
 
 
 def main(path: str, store: str | None = None) -> None:

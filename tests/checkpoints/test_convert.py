@@ -391,6 +391,10 @@ def test_check_finds_changed_bytes_and_numbers_that_are_none(convert, broken, tm
     found = convert(megatron, None)
     assert found[:2] == ("MismatchError", 7)
     assert f"1 tensors are not what was written, for example ['{EMBEDDING}']" in found[2]
+    found = convert(megatron, tmp_path / "out", to="hf")
+    assert found[:2] == ("MismatchError", 7)
+    assert f"tensor '{EMBEDDING}' is not what was written, by conversion.json" in found[2]
+    assert not (tmp_path / "out").exists()
     values[3, 3] = torch.nan
     _change(broken, **{EMBEDDING: values})
     assert "hold numbers that are not finite" in convert(broken, None)[2]

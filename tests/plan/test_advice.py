@@ -9,8 +9,10 @@ import pytest
 from grpo_megatron import assets
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.objective import SETTINGS_OF_CHOICES, ObjectiveConfig
-from grpo_megatron.plan.advice import advice_for
+from grpo_megatron.config.run import ModelConfig
+from grpo_megatron.plan.advice import advice_for, exports_are_the_newest
 from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rundir import RunDir
 
 RELEASED = "dense/qwen2.5-7b"
 SMALL_STEP = ["batch.num_prompts=8", "batch.num_samples_per_prompt=8"]
@@ -242,3 +244,20 @@ def test_settings_belong_to_the_choices_that_their_documentation_begins_with():
         for axis, choices in of_documentation.items():
             assert choices <= belongs[name][axis]
     assert belongs.keys() - documented.keys() == {"trace_decay", "trace_min_advantage"}
+
+
+@pytest.mark.parametrize("below", ["export", "export/math", "adapter/math", "other"])
+def test_an_export_from_before_a_run_went_on(tmp_path, below):
+    """Until it has ended again."""
+    run = RunDir(tmp_path / "first")
+    path = run.root / below
+    path.mkdir(parents=True)
+    config = resolve("demo/gspo-moe-cpu").config
+    config = config.model_copy(update={"model": ModelConfig(path=path)})
+    run.earlier_result.touch()
+    found = list(exports_are_the_newest(config))
+    expected = [] if below == "other" else ["model.path"]
+    assert [violation.key for violation in found] == expected
+    assert all("has gone on since it wrote this" in violation.message for violation in found)
+    run.result.touch()
+    assert exports_are_the_newest(config) == []

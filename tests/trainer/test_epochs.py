@@ -70,6 +70,7 @@ def test_every_epoch_has_its_masks_and_a_replay_follows_them(world1, world2, moe
     np.testing.assert_allclose(again["losses"], report["losses"], rtol=1e-4, atol=1e-6)
     assert again["masked"] == masked
     assert again["metrics"]["replay/decisions_changed"] < 0.01
+    assert again["metrics"]["replay/decisions_recorded"] == 1.0
 
     freed = world1.run(f"{CASES}:train_epochs", **case, layout=BIG, replayed=True, unmask_epoch=1)
     np.testing.assert_allclose(freed["losses"][:2], report["losses"][:2], rtol=1e-6)

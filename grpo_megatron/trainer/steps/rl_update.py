@@ -506,6 +506,8 @@ class Training:
             if isinstance(value, float):
                 metrics[f"objective/{name}"] = value
         metrics.update(self.source.metrics())
+        if self.replayed_masks is not None:
+            metrics["replay/decisions_recorded"] = float(bool(self.replayed_masks))
         if trained.rates:
             metrics["optimizer/lr"] = float(np.mean(trained.rates))
         if trained.shares:
