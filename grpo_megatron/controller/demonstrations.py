@@ -8,7 +8,12 @@ from typing import Any
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import TurnTemplate
-from grpo_megatron.data.dataset_answers import DatasetAnswers, end_of_turn, unsampled
+from grpo_megatron.data.dataset_answers import (
+    ROWS_LOOKED_AT,
+    DatasetAnswers,
+    end_of_turn,
+    unsampled,
+)
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.episode_domains import OpenEnvironment, episode_domains
@@ -94,6 +99,23 @@ class Demonstrations:
         )
 
 
+def _warn_of_cut_answers(
+    config: RunConfig, domain: DomainConfig, answers: DatasetAnswers, prompts: Sequence[Prompt]
+) -> None:
+    looked_at = prompts[:ROWS_LOOKED_AT]
+    num_cut = sum(answers.first_is_cut(prompt) for prompt in looked_at)
+    if num_cut:
+        logger.warning(
+            "domain %r: of the first %d prompts, %d have an answer that is longer than "
+            "rollout.max_model_len (%d) with its end, and is trained up to there, without an end, "
+            "in the cold start",
+            domain.name,
+            len(looked_at),
+            num_cut,
+            config.rollout.max_model_len,
+        )
+
+
 def demonstrated(
     config: RunConfig, tokenizer: TextTokenizer, prompts: Mapping[str, Sequence[Prompt]]
 ) -> dict[str, tuple[Prompt, ...]]:
@@ -116,6 +138,8 @@ def demonstrated(
                 num_left_out,
                 num_left_out + len(of_domain),
             )
+        if domain.environment is None and domain.weight:
+            _warn_of_cut_answers(config, domain, answers, of_domain)
         if of_domain:
             found[domain.name] = of_domain
     if not any(domain.weight and domain.name in found for domain in config.domains):

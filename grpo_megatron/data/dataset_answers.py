@@ -19,7 +19,7 @@ from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, Versi
 
 logger = logging.getLogger(__name__)
 
-_ROWS_LOOKED_AT = 2000
+ROWS_LOOKED_AT = 2000
 """Of a domain, for answers that are cut: to tokenise all of a large one takes hours."""
 _TEXTS_AT_ONCE = 100
 """That are tokenised together: what the tokenizer says of them is large."""
@@ -82,6 +82,14 @@ class DatasetAnswers:
     def has_first(self, prompt: Prompt) -> bool:
         """Whether the row has an answer that is not empty."""
         return bool(self._first_texts(prompt))
+
+    def first_is_cut(self, prompt: Prompt) -> bool:
+        """Whether the answer that `first` returns has no end, since it is longer than is kept."""
+        text = self._behind_opening(prompt, self._first_texts(prompt)[0])
+        num_bytes = len(text.encode("utf-8", errors="surrogatepass"))
+        if num_bytes + len(self._ends[prompt.domain]) <= self._longest[prompt.domain]:
+            return False  # a token is a byte or more
+        return self.first(0, prompt).finish_reason == "length"
 
     def _first_texts(self, prompt: Prompt) -> list[str]:
         if prompt.domain in self._chat_domains:
@@ -254,7 +262,7 @@ def _warn_of_cut_answers(
     answers: DatasetAnswers,
     rows: Sequence[tuple[Problem, Prompt]],
 ) -> None:
-    looked_at = rows[:_ROWS_LOOKED_AT]
+    looked_at = rows[:ROWS_LOOKED_AT]
     counts = answers.num_cut([prompt for _, prompt in looked_at])
     cut = [problem for (problem, _), count in zip(looked_at, counts, strict=True) if count]
     if not cut:

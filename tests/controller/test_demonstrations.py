@@ -183,3 +183,21 @@ def test_answers_of_domains_without_a_weight_are_not_looked_at(tokenizer):
         prompts[domain.name] = load_prompts(domain, 0, tokenizer)
     prompts["sums"] = [replace(prompt, answer="") for prompt in prompts["sums"]]
     assert len(demonstrated(config, tokenizer, prompts)["sums"]) == 8
+
+
+def test_answers_that_a_cold_start_cuts_are_counted(tokenizer, caplog):
+    config = recipe([CALL, "{answer}"])
+    prompts = {}
+    for domain in config.domains:
+        prompts[domain.name] = load_prompts(domain, 0, tokenizer)
+    demonstrated(config, tokenizer, prompts)
+    assert "without an end" not in caplog.text
+    longest = config.rollout.max_model_len
+    [first, second, *others] = prompts["sums"]
+    digits = tokenizer.encode("1" * 100)
+    assert len(digits) == 100  # a token each
+    too_long = replace(first, answer="1" * longest)  # and its end
+    just_fits = replace(second, answer="1" * (longest - 1))
+    prompts["sums"] = [too_long, just_fits, *others]
+    demonstrated(config, tokenizer, prompts)
+    assert "'sums': of the first 8 prompts, 1 have an answer that is longer" in caplog.text

@@ -423,7 +423,7 @@ def test_only_trained_rows_are_looked_at_for_answers_that_are_cut(tmp_path, toke
 
 
 def test_of_many_rows_the_first_are_looked_at(tmp_path, tokenizers, caplog, monkeypatch):
-    monkeypatch.setattr("grpo_megatron.data.dataset_answers._ROWS_LOOKED_AT", 3)
+    monkeypatch.setattr("grpo_megatron.data.dataset_answers.ROWS_LOOKED_AT", 3)
     monkeypatch.setattr("grpo_megatron.data.dataset_answers._TEXTS_AT_ONCE", 1)
     texts = ["7", 30 * "7", 30 * "7", 30 * "7"]
     load_splits(of_lengths(tmp_path, budget=None, answers=texts), tokenizers["qwen"])
