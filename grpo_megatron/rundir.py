@@ -10,6 +10,9 @@ from pathlib import Path
 
 from grpo_megatron.errors import ConfigError, SetupError, raised_as
 
+_WRITTEN_AT_THE_END = ("export", "adapter")
+"""Entries of a run's directory that other runs begin with."""
+
 
 def engine_name(index: int) -> str:
     """Return the name of an engine, by which files, events and messages call it."""
@@ -194,3 +197,14 @@ class RunDir:
             shutil.rmtree(latest)  # the run was copied, and the link with it as a folder
         link.replace(latest)
         return run_dir
+
+
+def run_that_writes(path: Path) -> Path | None:
+    """Return the directory of the run whose export or adapters are at `path`, or those of one of
+    its domains, also before they are there; None where no run's are."""
+    of_domain = path.parent
+    for output in (path, of_domain):
+        run = output.parent
+        if output.name in _WRITTEN_AT_THE_END and (run / "config.json").is_file():
+            return run
+    return None

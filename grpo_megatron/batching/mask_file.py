@@ -43,14 +43,21 @@ def write_masks(
     write_rank_file(directory, _NAME, rank, num_ranks, columns, domain)
 
 
-def read_masks(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the masks of the whole step in the order of its table, bool [n] by name.
+def read_masks(
+    directory: Path, lengths: np.ndarray, domain: str | None = None
+) -> dict[str, np.ndarray] | None:
+    """Return the masks of the whole step in the order of its table, bool [n] by name; those of a
+    domain that is trained by itself, with no token of others, or "" for a step that is trained
+    together. None where no file is there.
 
     Raises DataError when they belong to another step, or a file is damaged or missing. lengths:
     policy tokens, int64 [N]."""
     starts = offsets(lengths)
+    files = read_rank_files(directory, _NAME, len(lengths), domain)
+    if not files:
+        return None
     found: dict[str, np.ndarray] = {}
-    for path, columns in read_rank_files(directory, _NAME, len(lengths)):
+    for path, columns in files:
         rows = columns.pop(ROWS)
         index = concatenate([np.arange(*starts[row : row + 2]) for row in rows], np.int64)
         for name, packed in columns.items():

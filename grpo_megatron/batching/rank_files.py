@@ -34,9 +34,7 @@ def write_rank_file(
     """Write the file of a rank; files of an attempt with more ranks go.
 
     domain: the one that is trained by itself; "": the whole step is."""
-    kind = name
-    if domain:
-        kind = f"{name}-{domain}"
+    kind = _kind(name, domain)
     if rank == 0:
         for of_rank, path in _files_of(directory, name).get(kind, {}).items():
             if of_rank >= num_ranks:
@@ -46,15 +44,17 @@ def write_rank_file(
 
 
 def read_rank_files(
-    directory: Path, name: str, num_rows: int
+    directory: Path, name: str, num_rows: int, domain: str | None = None
 ) -> list[tuple[Path, dict[str, np.ndarray]]]:
     """Return every rank's file and its columns, in order of domains and ranks; empty where nothing
-    was recorded.
+    was recorded. domain: as of `write_rank_file`; None: all files, whatever was trained together.
 
     Raises DataError where a file is damaged or missing, where they are of several attempts, or
     where their rows are not rows of the table, each once. num_rows: N of the table."""
     found = []
     for kind, files in sorted(_files_of(directory, name).items()):
+        if domain is not None and kind != _kind(name, domain):
+            continue
         num_ranks_of: dict[int, int | None] = {}
         for rank, path in sorted(files.items()):
             columns = read_columns(path)
@@ -72,6 +72,12 @@ def read_rank_files(
                 )
             first_of[row] = path
     return found
+
+
+def _kind(name: str, domain: str) -> str:
+    if not domain:
+        return name
+    return f"{name}-{domain}"
 
 
 def _files_of(directory: Path, name: str) -> dict[str, dict[int, Path]]:

@@ -54,7 +54,7 @@ def adapter_domains(directory: Path) -> list[str]:
     """Return the domains that have adapters of their own in a checkpoint; none in others."""
     try:
         state = json.loads((directory / COMPLETE).read_text())
-    except (OSError, ValueError, RecursionError):  # one that was converted has no such file
+    except (OSError, ValueError, RecursionError):  # Hugging Face's have no such file
         return []
     if not isinstance(state, dict):
         return []

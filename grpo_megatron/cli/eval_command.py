@@ -89,17 +89,17 @@ def exported(model: Path) -> Path:
     if is_run and has_export and not run.has_gone_on:
         return run.export
     if is_run and (has_export or (of_domains and run.has_gone_on)):
+        before = _quoted(of_domains or [run.export])
         raise ConfigError(
             f"{model} has gone on since it exported, and has not ended again",
             where=str(run.export.absolute()),
-            remedy=f"{_what_to_evaluate_instead(run)}; what it exported before: "
-            + shlex.quote(str(run.export)),
+            remedy=f"{_what_to_evaluate_instead(run)}; what it exported before: {before}",
         )
     if is_run and of_domains:
         raise ConfigError(
             f"the domains of {model} have adapters of their own, and a checkpoint each",
             where=str(run.export.absolute()),
-            remedy="evaluate one of " + ", ".join(shlex.quote(str(path)) for path in of_domains),
+            remedy=f"evaluate one of {_quoted(of_domains)}",
         )
     if is_run:
         raise ConfigError(
@@ -129,6 +129,11 @@ def _exports_of_domains(run: RunDir) -> list[Path]:
         if not file.parent.name.endswith(UNFINISHED):
             found.append(file.parent)
     return found
+
+
+def _quoted(paths: Sequence[Path]) -> str:
+    """Return paths as a shell takes them."""
+    return ", ".join(shlex.quote(str(path)) for path in paths)
 
 
 def _what_to_evaluate_instead(run: RunDir) -> str:

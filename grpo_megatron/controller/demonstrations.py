@@ -1,5 +1,6 @@
 """What a cold start trains: answers of a data set, and episodes that the recipe demonstrates."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -103,7 +104,9 @@ def _warn_of_cut_answers(
     config: RunConfig, domain: DomainConfig, answers: DatasetAnswers, prompts: Sequence[Prompt]
 ) -> None:
     looked_at = prompts[:ROWS_LOOKED_AT]
-    num_cut = sum(answers.first_is_cut(prompt) for prompt in looked_at)
+    num_cut = 0
+    with contextlib.suppress(DataError):  # of a text that may never be trained
+        num_cut = sum(answers.num_cut(looked_at, of_first=True))
     if num_cut:
         logger.warning(
             "domain %r: of the first %d prompts, %d have an answer that is longer than "

@@ -83,14 +83,6 @@ class DatasetAnswers:
         """Whether the row has an answer that is not empty."""
         return bool(self._first_texts(prompt))
 
-    def first_is_cut(self, prompt: Prompt) -> bool:
-        """Whether the answer that `first` returns has no end, since it is longer than is kept."""
-        text = self._behind_opening(prompt, self._first_texts(prompt)[0])
-        num_bytes = len(text.encode("utf-8", errors="surrogatepass"))
-        if num_bytes + len(self._ends[prompt.domain]) <= self._longest[prompt.domain]:
-            return False  # a token is a byte or more
-        return self.first(0, prompt).finish_reason == "length"
-
     def _first_texts(self, prompt: Prompt) -> list[str]:
         if prompt.domain in self._chat_domains:
             return self.texts(prompt)
@@ -100,14 +92,18 @@ class DatasetAnswers:
         """Return all answers of a row that are trained."""
         return self._not_empty(prompt, prompt.metadata.get(RESPONSES) or [self._answer(prompt)])
 
-    def num_cut(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Return, for each prompt, how many answers are longer than is kept of one. Raises
-        DataError where the tokenizer has no token for a character of one."""
+    def num_cut(self, prompts: Sequence[Prompt], *, of_first: bool = False) -> list[int]:
+        """Return, for each prompt, how many answers are longer than is kept of one. of_first: only
+        that which `first` returns counts. Raises DataError where the tokenizer has no token for a
+        character of one."""
         places = []
         texts = []
         for place, prompt in enumerate(prompts):
             longest = self._longest[prompt.domain] - len(self._ends[prompt.domain])
-            for written in self.texts(prompt):
+            written_texts = self.texts(prompt)
+            if of_first:
+                written_texts = self._first_texts(prompt)[:1]
+            for written in written_texts:
                 text = self._behind_opening(prompt, written)
                 # a token is a byte or more, so that most answers need not be looked at
                 if len(text.encode("utf-8", errors="surrogatepass")) > longest:

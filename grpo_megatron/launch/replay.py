@@ -77,7 +77,7 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
         if "/layer_" not in name or change > 1e-6 * max(abs(before), 1e-3):
             yield f"  {name:<{width}}  {before:>14.8g}  {now:>14.8g}  {change:>9.2g}"
     changed = found.get("replay/decisions_changed", 0.0)
-    if found.get("replay/decisions_recorded", 1.0) == 0:
+    if found.get("replay/decisions_recorded", 1.0) < 1:
         yield "  which tokens are clipped or masked was not recorded, or is lost: decided anew"
     else:
         yield (

@@ -16,7 +16,7 @@ from grpo_megatron.plan.memory import samples_of_step, vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.published_staleness import PUBLISHED_RUNS, published_range
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
-from grpo_megatron.rundir import RunDir
+from grpo_megatron.rundir import RunDir, run_that_writes
 
 LEARNING_RATES = (1e-7, 1e-5)
 """Of RL of released models with AdamW: 1e-7 in GFPO (arXiv:2508.09726) and for 70B in Tülu 3
@@ -28,8 +28,6 @@ in GFPO, 64 in DeepSeekMath. Rules refuse groups of one where an objective needs
 _STALE = 2
 """Steps that samples may be behind and need a correction; shipped recipes go one step ahead
 without, as published runs do."""
-_WRITTEN_AT_THE_END = ("export", "adapter")
-"""Entries of a run's directory."""
 _TINY_MODEL = 50_000_000
 """Parameters. Smaller models start at random and learn at a hundred times these rates (the demo:
 4.5e-4)."""
@@ -67,11 +65,10 @@ def exports_are_the_newest(config: RunConfig) -> list[Violation]:
     """Warn of what a run exported before it was trained further."""
     found = []
     for key, path in config.input_paths.items():
-        for folder in (path, path.parent):  # the export, or that of a domain below it
-            run = RunDir(folder.parent)
-            if folder.name in _WRITTEN_AT_THE_END and run.has_gone_on:
-                message = f"{run.root} has gone on since it wrote this, and has not ended again"
-                found.append(Violation(key, message, remedy="let that run end first"))
+        run = run_that_writes(path)
+        if run is not None and RunDir(run).has_gone_on:
+            message = f"{run} has gone on since it wrote this, and has not ended again"
+            found.append(Violation(key, message, remedy="let that run end first"))
     return found
 
 

@@ -19,6 +19,7 @@ from grpo_megatron.plan.hf_config import (
     unified,
 )
 from grpo_megatron.plan.tower import num_deep_levels
+from grpo_megatron.rundir import run_that_writes
 
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 """In which a checkpoint says how images become patches: the one for them, and the one for all
@@ -82,13 +83,10 @@ def origin_of(model: ModelConfig) -> ModelConfig:
     to write, the model of that run."""
     if model.path is None or model.path.exists():
         return model
-    export = model.path
-    if model.path.parent.name == "export":  # of one domain
-        export = model.path.parent
-    run = export.parent / "config.json"
-    if export.name == "export" and run.exists():
-        return origin_of(read_resolved(run).config.model)
-    return model
+    run = run_that_writes(model.path)
+    if run is None:
+        return model
+    return origin_of(read_resolved(run / "config.json").config.model)
 
 
 def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:

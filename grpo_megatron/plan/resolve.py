@@ -19,6 +19,7 @@ from grpo_megatron.plan.lora import LORA_RULES
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
 from grpo_megatron.plan.reward_labels import REWARD_LABEL_RULES
 from grpo_megatron.plan.vision import VISION_RULES
+from grpo_megatron.rundir import run_that_writes
 
 # vLLM 0.32.0, v1/attention/backends/cpu_attn.py; with another the first request ends the engine
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -49,13 +50,14 @@ def refuse_missing(
     config: RunConfig, *, coming: bool = False, has_checkpoint: bool = False
 ) -> None:
     """DataError for the first input of `config` that does not exist, CheckpointError for adapters
-    that are not those of [lora]. `coming`: one whose directory holds a run's config.json will do,
-    because a submitted run is to write it; `has_checkpoint`: the run goes on after one, which has
-    the critic."""
+    that are not those of [lora]. `coming`: one of a run, whose directory holds config.json, will
+    do, because a submitted run is to write it; `has_checkpoint`: the run goes on after one, which
+    has the critic."""
     for key, path in config.input_paths.items():
         if has_checkpoint and key == "critic.path":
             continue
-        if not path.exists() and not (coming and (path.parent / "config.json").exists()):
+        is_of_run = (path.parent / "config.json").exists() or run_that_writes(path) is not None
+        if not path.exists() and not (coming and is_of_run):
             raise DataError(
                 f"{key}: no such file or directory",
                 where=str(path.absolute()),

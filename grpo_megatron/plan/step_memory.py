@@ -228,6 +228,7 @@ def _input_symbols(s: Sizes) -> dict[str, int]:
     for symbol, readers in _INPUTS.items():
         is_adapted = not layers.isdisjoint(readers)
         known[symbol] = int(s.lora is None or is_adapted)
+    known["unkept_product"] = 1 - known["fc2_input"]
     return known
 
 

@@ -263,7 +263,7 @@ def _write(source: Source, target: Target, job: ConversionJob, dtype: torch.dtyp
     dist.barrier()  # all have looked what is left
     with _phase("write", _num_bytes(unfinished)) as report:
         for file in unfinished[dist.get_rank() :: dist.get_world_size()]:
-            target.write(file, _tensors_of(source, file, dtype, digests), report)
+            target.write(file, _tensors_of(source, file, dtype, digests, job.source), report)
         target.wait()
         dist.barrier()
         on_rank_0(target.finish, Path(job.source), job.dtype)
@@ -274,11 +274,12 @@ def _tensors_of(
     file: shard_files.ShardFile,
     dtype: torch.dtype | None,
     digests: Mapping[str, str],
+    where: str,
 ) -> shard_files.NamedTensors:
     """Yield the tensors of a file as `dtype`, while the disk already reads the next ones.
 
-    digests: that were recorded of the source's tensors, as far as any were. Raises MismatchError
-    where one is not what was written."""
+    digests: that were recorded of the source's tensors, as far as any were; where: the source.
+    Raises MismatchError where a tensor is not what was written."""
     parameters = [source.parameters[unit] for unit in file.units]
     for parameter in shard_files.read_ahead(parameters, source.prefetch):
         written_as = _dtype_of(parameter, source, dtype)
@@ -286,6 +287,7 @@ def _tensors_of(
             if name in digests and digest_tensor(tensor) != digests[name]:
                 raise MismatchError(
                     f"tensor {name!r} is not what was written, by {_DIGESTS_OF_TENSORS}",
+                    where=where,
                     remedy="restore the checkpoint from a copy; if it was changed on purpose, "
                     f"remove {_DIGESTS_OF_TENSORS} from it",
                 )
@@ -368,10 +370,13 @@ def _check(source: Source, directory: Path) -> None:
 def _recorded_digests(directory: Path) -> dict[str, str]:
     """Return the digests of tensors that were recorded when a checkpoint was written; none of
     others."""
-    record = directory / _DIGESTS_OF_TENSORS
-    if not record.exists():
+    try:
+        record = json.loads((directory / _DIGESTS_OF_TENSORS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    digests: dict[str, str] = json.loads(record.read_text())["tensors"]
+    if not isinstance(record, dict) or not isinstance(record.get("tensors"), dict):
+        return {}  # a file of this name that somebody else wrote
+    digests: dict[str, str] = record["tensors"]
     return digests
 
 

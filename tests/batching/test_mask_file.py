@@ -168,3 +168,11 @@ def test_each_domain_that_is_trained_by_itself_has_files(tmp_path):
     (tmp_path / "decisions-1-1.safetensors").unlink()
     with pytest.raises(DataError, match=r"decisions-1-1.safetensors is missing: 2 ranks"):
         read_masks(tmp_path, LENGTHS)
+
+
+def test_no_file_is_another_thing_than_no_mask(tmp_path):
+    assert read_masks(tmp_path, LENGTHS) is None
+    write_masks(tmp_path, 0, 1, [(np.arange(4), {})], "math")
+    assert read_masks(tmp_path, LENGTHS, "math") == {}
+    assert read_masks(tmp_path, LENGTHS, "code") is None
+    assert read_masks(tmp_path, LENGTHS, "") is None

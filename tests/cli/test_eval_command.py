@@ -183,8 +183,9 @@ def test_exports_of_domains_that_are_old_or_unfinished(tmp_path):
     write(run / "export" / "math" / "config.json")
     write(run / "result.json")
     RunDir(run).outdate_result()  # it trains further
-    with pytest.raises(ConfigError, match="has gone on since it exported"):
+    with pytest.raises(ConfigError, match="has gone on since it exported") as caught:
         exported(run)
+    assert f"exported before: {run}/export/math" in caught.value.remedy
 
 
 def test_a_checkpoint_with_adapters_by_domain_is_converted_for_one(tmp_path):

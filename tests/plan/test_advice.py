@@ -254,6 +254,7 @@ def test_an_export_from_before_a_run_went_on(tmp_path, below):
     path.mkdir(parents=True)
     config = resolve("demo/gspo-moe-cpu").config
     config = config.model_copy(update={"model": ModelConfig(path=path)})
+    run.config.touch()
     run.earlier_result.touch()
     found = list(exports_are_the_newest(config))
     expected = [] if below == "other" else ["model.path"]

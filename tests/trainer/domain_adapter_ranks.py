@@ -203,3 +203,20 @@ def tokens_of_odd(step: str) -> np.ndarray:
     """Which policy tokens of a step are of the second domain, bool [n]."""
     table = SampleTable(Path(step), verify=False)
     return np.repeat(table.domain == 1, table.policy_lengths)
+
+
+def replayed(model: str, step: str, lora: dict[str, Any]) -> dict[str, float]:
+    """Train a step unless it was trained, and again as it was recorded; whether the decisions of
+    every domain were there."""
+    lora = {**lora, "per_domain": True, "publish": "adapter"}
+    if not list(Path(step).glob("decisions-*")):
+        service = _service(_config({}, lora), model)
+        service.execute(SnapshotReference())
+        service.execute(_train(step))
+    service = _service(_config({}, lora), model)
+    service.execute(SnapshotReference())
+    request = Train(directory=Path(step), first_update=0, num_updates=9, state={}, replayed=True)
+    metrics = service.execute(request).metrics
+    name = "replay/decisions_recorded"
+    found = {domain: metrics[f"{name}@{domain}"] for domain in DOMAINS}
+    return {**found, "both": metrics[name]}

@@ -242,3 +242,19 @@ def test_a_check_reads_the_adapters_of_every_domain(run, world1, tmp_path):
     _, code, told = world1.run(CONVERT, job={"source": str(damaged)})
     assert code == 8
     assert "adapters/odd" in told
+
+
+def test_decisions_of_a_domain_that_are_gone_are_made_anew_for_it_alone(
+    world1, moe_model, steps, tmp_path
+):
+    """Not taken for those of a domain that clipped nothing."""
+    step = tmp_path / "step_000000"
+    shutil.copytree(steps[0], step)
+    case = {"model": moe_model, "step": str(step), "lora": LORA}
+    told = world1.run(CASES + "replayed", **case)
+    assert told == {"even": 1.0, "odd": 1.0, "both": 1.0}
+    for path in step.glob("decisions-odd-*"):
+        path.unlink()
+    told = world1.run(CASES + "replayed", **case)
+    assert (told["even"], told["odd"]) == (1.0, 0.0)
+    assert 0 < told["both"] < 1

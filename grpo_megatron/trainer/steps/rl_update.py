@@ -47,6 +47,7 @@ from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.policy_gradient import MaskRecord, PolicyGradientLoss
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from grpo_megatron.trainer.steps.references import PolicyDriftMonitor, References
+from grpo_megatron.weights.gather import all_gathered
 
 
 class Training:
@@ -79,7 +80,13 @@ class Training:
         needed = needed_columns(self.objective.config, weighs_kl=self.objective.weighs_kl)
         self.needs = needed | loss_columns(self.objective.config)
         self.batch = sample_batch(config, table)
-        self.replayed_masks = _recorded_masks(table) if replayed else None
+        self.replayed_masks: dict[str, torch.Tensor] | None = None
+        self.has_recorded_masks = True
+        """Whether the masks of a step that is replayed are there."""
+        if replayed:
+            masks = _recorded_masks(table)
+            self.replayed_masks = masks or {}
+            self.has_recorded_masks = masks is not None
         self.recorded_masks: list[list[MaskRecord]] = []
         """By epoch, of every micro-batch."""
         self.source = RouteSource(config, policy.replay, table)
@@ -459,6 +466,15 @@ class Training:
 
     # --- after the last optimizer step
 
+    @property
+    def _has_masks(self) -> bool:
+        """Whether this rank's losses said of any tokens whether they are clipped or rejected."""
+        for of_epoch in self.recorded_masks:
+            for _, masks in of_epoch:
+                if masks:
+                    return True
+        return False
+
     def _write_masks(self) -> None:
         """Keep who was clipped and rejected for a replay; of ranks with the same samples, one."""
         masks = _masks_of_all_epochs(self.recorded_masks, self.table.rows_of_step)
@@ -507,7 +523,8 @@ class Training:
                 metrics[f"objective/{name}"] = value
         metrics.update(self.source.metrics())
         if self.replayed_masks is not None:
-            metrics["replay/decisions_recorded"] = float(bool(self.replayed_masks))
+            has_masks = any(all_gathered(self._has_masks))
+            metrics["replay/decisions_recorded"] = float(self.has_recorded_masks or not has_masks)
         if trained.rates:
             metrics["optimizer/lr"] = float(np.mean(trained.rates))
         if trained.shares:
@@ -622,12 +639,16 @@ def _away_from_reference(microbatch: MicroBatch, output: torch.Tensor) -> torch.
     return away.masked_fill(ratios.infinite_tokens(*columns), 0.0)
 
 
-def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:
-    """Return who was clipped or rejected when the step was first trained, bool [n] by name."""
+def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor] | None:
+    """Return who was clipped or rejected when the step was first trained, bool [n] by name; None
+    where it is not recorded."""
     whole = SampleTable(table.directory, verify=False)
     is_row_here = np.isin(np.arange(len(whole)), table.rows_of_step)
     is_token_here = np.repeat(is_row_here, whole.policy_lengths)
+    recorded = read_masks(table.directory, whole.policy_lengths, table.domain_name)
+    if recorded is None:
+        return None
     found = {}
-    for name, flags in read_masks(table.directory, whole.policy_lengths).items():
+    for name, flags in recorded.items():
         found[name] = torch.from_numpy(flags[is_token_here])
     return found
