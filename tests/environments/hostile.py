@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 from grpo_megatron.environments.protocol import (
     Observation,
@@ -19,6 +20,7 @@ from grpo_megatron.environments.registry import traits
 
 SAID = ({"role": "user", "content": "Go on."},)
 NAN = float("nan")
+POURING = str(Path(__file__).with_name("pouring.py"))
 
 
 def write_to_the_host(data: bytes) -> None:
@@ -108,7 +110,7 @@ async def obey(text):
         os.write(1, b"\xff\xfe raw")
         os.write(2, b"raw")
     if word == "pour":
-        await asyncio.create_subprocess_exec("yes")
+        await asyncio.create_subprocess_exec(sys.executable, POURING)
         await asyncio.sleep(1e6)
     if word == "long":
         return "a" * (10 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,11 @@ async def publishing(
     temperature: float = 1.0,
     lora: dict[str, Any] | None = None,
     cold_start: dict[str, Any] | None = None,
+    domains: Sequence[str] = ("d",),
 ):
     """A trainer that holds `checkpoint`, and the controller's publisher to `servers`."""
     config = trainer_config(
-        group.world_size, layout or {}, publish or {}, temperature, lora, cold_start
+        group.world_size, layout or {}, publish or {}, temperature, lora, cold_start, domains
     )
     link = GroupLink(group)
     await link.run("start", config=config, model=str(checkpoint))
@@ -70,8 +72,9 @@ def trainer_config(
     temperature: float,
     lora: dict[str, Any] | None = None,
     cold_start: dict[str, Any] | None = None,
+    domains: Sequence[str] = ("d",),
 ) -> RunConfig:
-    values = make_config(temperature=temperature).model_dump(exclude_unset=True)
+    values = make_config(domains, temperature=temperature).model_dump(exclude_unset=True)
     return RunConfig.model_validate(
         values
         | {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,10 @@ EVERYWHERE = {"rank": 3, "alpha": 7, "rank_stabilised": True, "publish": "adapte
 """A rank that is none of vLLM's, and a scale that is neither alpha / rank nor a power of two."""
 
 
+DOMAINS = ("even", "odd")
+BY_DOMAIN = ATTENTION | {"per_domain": True}
+
+
 @pytest.fixture(scope="module")
 def training_samples(tmp_path_factory) -> str:
     return write_samples(tmp_path_factory.mktemp("store") / "step_000001", vocab_size=256)
@@ -47,6 +52,12 @@ class Slots:
             "dense": (checkpoints.dense, EVERYWHERE, {}),
             "moe": (checkpoints.moe, ATTENTION, {}),
             "moe_tp2": (checkpoints.moe, ATTENTION, {"tensor_parallel_size": 2}),
+            "domains": (checkpoints.moe, BY_DOMAIN, {"domains": DOMAINS}),
+            "domains_tp2": (
+                checkpoints.moe,
+                BY_DOMAIN,
+                {"domains": DOMAINS, "tensor_parallel_size": 2},
+            ),
         }
 
     def __getitem__(self, name: str) -> Server:
@@ -234,6 +245,58 @@ def test_an_engine_that_comes_back_gets_weights_and_adapter(
                     PROMPTS[0].token_ids, adapter=ENGINE_ADAPTER, max_tokens=4
                 )
                 assert [span.version for span in completion.versions] == [3]
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_comes_back_gets_the_adapters_of_all_domains(
+    slots, checkpoints, world2, tmp_path
+):
+    """Each domain's prompts are answered with its own, by an engine of one worker and by one of
+    two."""
+    samples = write_samples(tmp_path / "step_000001", vocab_size=256, num_domains=2)
+    first = slots["domains"]
+    second = slots["domains_tp2"]
+    prompts = []
+    for number, prompt in enumerate(PROMPTS):
+        prompts.append(replace(prompt, domain=DOMAINS[number % 2]))
+
+    async def agree(publisher) -> None:
+        found = await publisher.check_logprobs(prompts)
+        assert 0 < found["canary/abs_max"] <= TOLERANCE
+
+    async def run():
+        async with publishing(
+            world2,
+            checkpoints.moe,
+            [first],
+            tmp_path,
+            layout={"tensor_parallel_size": 2},
+            lora=BY_DOMAIN,
+            domains=DOMAINS,
+        ) as (publisher, trainer, clients):
+            await publisher.publish(1)
+            await agree(publisher)
+            for version in (2, 3):
+                await trainer.call(train_request(samples, version - 2, num_updates=3))
+                await publisher.publish(version)
+                await agree(publisher)
+            one_token = {"max_tokens": 1, "temperature": 0.0}
+            of_domains = []
+            for domain in DOMAINS:
+                [answer] = await clients[0].generate(
+                    PROMPTS[0].token_ids, adapter=f"policy.{domain}", **one_token
+                )
+                of_domains.append(answer.logprobs[0])
+            assert abs(of_domains[0] - of_domains[1]) > TOLERANCE
+            async with second.client() as client:
+                other = weights_of(checkpoints.other_moe)  # as one that was started anew
+                await WeightTrainer(other).publish([client], other, 0)
+                await publisher.join(1, client)
+                await agree(publisher)
+                assert not publisher.unchecked
+                checksums = await client.adapter_checksums()
+                assert {name.split("/")[1] for name in checksums} == set(DOMAINS)
 
     asyncio.run(run())
 
