@@ -130,7 +130,7 @@ def adapters_have_no_fp8(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_per_domain")
 def experts_are_trained_by_rl(run: RunConfig) -> Violation | None:
     """Refuse adapters of several domains where rewards do not train them."""
-    if run.lora is None or not run.lora.per_domain or run.kind == "rl":
+    if not run.adapter_domains or run.kind == "rl":
         return None
     return Violation(
         "lora.per_domain",
@@ -143,7 +143,7 @@ def experts_are_trained_by_rl(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_per_domain")
 def one_domain_has_the_adapter(run: RunConfig) -> Violation | None:
     """Refuse adapters by domain where there is one domain."""
-    if run.lora is None or not run.lora.per_domain or len(run.domains) > 1:
+    if len(run.adapter_domains) != 1:
         return None
     return Violation(
         "lora.per_domain",
@@ -156,7 +156,7 @@ def one_domain_has_the_adapter(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_per_domain")
 def adapters_of_domains_are_not_merged(run: RunConfig) -> Violation | None:
     """Refuse one set of merged weights for several adapters."""
-    if run.lora is None or not run.lora.per_domain or run.engine_adapters:
+    if not run.adapter_domains or run.engine_adapters:
         return None
     return Violation(
         "lora.publish",
@@ -169,7 +169,7 @@ def adapters_of_domains_are_not_merged(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_per_domain")
 def adapters_of_domains_begin_at_zero(run: RunConfig) -> Violation | None:
     """Refuse one directory of adapters for several domains."""
-    if run.lora is None or not run.lora.per_domain or run.lora.path is None:
+    if run.lora is None or run.lora.path is None or not run.adapter_domains:
         return None
     return Violation(
         "lora.path",
@@ -182,7 +182,7 @@ def adapters_of_domains_begin_at_zero(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_per_domain")
 def adapters_of_domains_have_the_base_as_reference(run: RunConfig) -> Violation | None:
     """Refuse references that follow the adapters: of several domains there are several."""
-    if run.lora is None or not run.lora.per_domain or run.objective.reference_interval == 0:
+    if not run.adapter_domains or run.objective.reference_interval == 0:
         return None
     return Violation(
         "objective.reference_interval",
@@ -195,7 +195,7 @@ def adapters_of_domains_have_the_base_as_reference(run: RunConfig) -> Violation 
 @LORA_RUN_RULES.rule("lora_per_domain")
 def adapters_of_domains_have_no_critic(run: RunConfig) -> Violation | None:
     """Refuse a critic, of which every domain would need one."""
-    if run.lora is None or not run.lora.per_domain or run.critic is None:
+    if not run.adapter_domains or run.critic is None:
         return None
     return Violation(
         "critic",
@@ -208,13 +208,13 @@ def adapters_of_domains_have_no_critic(run: RunConfig) -> Violation | None:
 @LORA_RUN_RULES.rule("lora_per_domain")
 def domains_with_adapters_are_folders(run: RunConfig) -> Violation | None:
     """Refuse names of domains that no folder can have: checkpoints and exports have one of each."""
-    for number, domain in enumerate(run.domains):
-        is_folder = "/" not in domain.name and len(domain.name.encode()) <= _MOST_BYTES_OF_A_NAME
-        if domain.name in run.adapter_domains and not is_folder:
-            nearest = domain.name.replace("/", "-")[:_MOST_CHARACTERS_OF_A_NAME]
+    for number, name in enumerate(run.adapter_domains):
+        is_folder = "/" not in name and len(name.encode()) <= _MOST_BYTES_OF_A_NAME
+        if not is_folder:
+            nearest = name.replace("/", "-")[:_MOST_CHARACTERS_OF_A_NAME]
             return Violation(
                 f"domains.{number}.name",
-                f"with lora.per_domain every domain has a folder of its name, and {domain.name!r} "
+                f"with lora.per_domain every domain has a folder of its name, and {name!r} "
                 "cannot be one",
                 nearest=(nearest,),
                 related=("lora.per_domain",),
