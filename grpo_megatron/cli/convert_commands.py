@@ -8,6 +8,7 @@ import typer
 
 from grpo_megatron.cli.run_commands import flag
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.rundir import RunDir
 
 app = typer.Typer(
     no_args_is_help=True, help="Hugging Face checkpoints to Megatron's and back; check either."
@@ -120,6 +121,7 @@ def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
     from grpo_megatron.plan.layout import refuse_layout
     from grpo_megatron.plan.model_facts import model_facts
 
+    _refuse_run(source)
     values: dict[str, Any] = {}
     for text in overrides or ():
         key, _, value = text.removeprefix("trainer.").partition("=")
@@ -136,3 +138,17 @@ def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
         )
     refuse_layout(layout, model_facts(ModelConfig(path=source)))
     return layout.model_dump(include={*values, "num_ranks"})
+
+
+def _refuse_run(source: Path) -> None:
+    """Raise ConfigError for a run's directory, whose config.json is none of a model."""
+    from grpo_megatron.checkpoints.retention import complete_steps
+
+    run = RunDir(source)
+    if not run.has_run:
+        return
+    remedy = "let it train until it has a checkpoint"
+    steps = complete_steps(run.checkpoints)
+    if steps:
+        remedy = f"give one of its checkpoints: {run.step_checkpoint(steps[-1])}"
+    raise ConfigError(f"{source} is a run, and no checkpoint", where="command line", remedy=remedy)
