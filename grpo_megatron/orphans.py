@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -20,14 +20,24 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-async def start_worker(
-    module: str, log_path: Path
-) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """Start `python -m MODULE SOCKET PARENT_PID`; returns it with the other end of its socket.
+class Worker(NamedTuple):
+    """A process that works for this one.
 
-    It finds the modules that this process finds, computes with one thread, and appends what it
-    prints to `log_path`. It is in a session of its own: Ctrl-C reaches the parent only, a kill of
-    the group also what it has started."""
+    Attributes:
+        process: Whose `stdout` is None: its end does not wait for who else holds the pipe.
+        link: The other end of its socket.
+        output: The end of the pipe that it prints into."""
+
+    process: asyncio.subprocess.Process
+    link: socket.socket
+    output: BinaryIO
+
+
+async def start_worker(module: str) -> Worker:
+    """Start `python -m MODULE SOCKET PARENT_PID`.
+
+    It finds the modules that this process finds and computes with one thread. It is in a session of
+    its own: Ctrl-C reaches the parent only, a kill of the group also what it has started."""
     ours, theirs = socket.socketpair()
     python_path = [entry or os.getcwd() for entry in sys.path]
     environment = {
@@ -36,7 +46,8 @@ async def start_worker(
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(python_path),
     }
-    with theirs, log_path.open("ab") as log:
+    read_end, write_end = os.pipe()
+    with theirs, open(write_end, "wb") as printed:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -44,10 +55,10 @@ async def start_worker(
             str(theirs.fileno()),
             str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=printed,
+            stderr=printed,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
             env=environment,
         )
-    return process, ours
+    return Worker(process, ours, open(read_end, "rb", buffering=0))

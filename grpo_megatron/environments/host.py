@@ -54,7 +54,7 @@ from grpo_megatron.environments.wire import (
 )
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.orphans import start_worker
-from grpo_megatron.rewards.floods import MOST_A_SECOND, MOST_AT_ONCE, wait_for_flood
+from grpo_megatron.rewards.printing import Printing
 from grpo_megatron.types import Problem
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class EnvironmentProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._printing: Printing | None = None
         self._flooded = ""  # what it printed too much of while it began
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._num_lines = 0
@@ -169,10 +170,12 @@ class EnvironmentProcess:
 
     async def _open(self) -> asyncio.StreamReader:
         """Start it, and say what it runs."""
-        self._process, ours = await start_worker(_WORKER, self._log_path)
-        if self._log_path.is_file():
-            self._tasks = [asyncio.create_task(self._end_flood(self._process.pid))]
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
+        worker = await start_worker(_WORKER)
+        self._process = worker.process
+        self._printing = Printing(
+            worker.output, self._log_path, self.failures.subject, self._end_flood
+        )
+        reader, self._writer = await asyncio.open_connection(sock=worker.link, limit=LONGEST_LINE)
         with contextlib.suppress(ConnectionError):  # it has ended: its missing answer says so
             self._writer.write(line(self._begin))
             await self._writer.drain()
@@ -213,17 +216,12 @@ class EnvironmentProcess:
                 silent_s = 0.0
         await self._lose(f"its process has not answered for {limit_s:g} s")
 
-    async def _end_flood(self, pid: int) -> None:
-        """End the process where it prints too much, before it fills the disk."""
-        flood = await wait_for_flood(pid, self._log_path)
-        printed = (
-            f"its process printed {flood.num_bytes / 2**20:.0f} MiB; it may print "
-            f"{MOST_AT_ONCE >> 20} at once, {MOST_A_SECOND >> 20} a second in the long run"
-        )
-        self._flooded = printed
-        logger.warning("%s: %s", self.failures.subject, printed)
-        await self._lose(printed)
-        flood.cut(self.failures.subject)
+    async def _end_flood(self, printed: str) -> None:
+        """End the process, which prints too much."""
+        reason = f"its process {printed}"
+        self._flooded = reason
+        logger.warning("%s: %s", self.failures.subject, reason)
+        await self._lose(reason)
 
     async def _lose(self, reason: str) -> None:
         """End the process; requests that wait for it fail with the reason."""
@@ -247,6 +245,8 @@ class EnvironmentProcess:
         self._process = None
         tasks = self._tasks
         self._tasks = []
+        printing = self._printing
+        self._printing = None
         for task in tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -262,6 +262,8 @@ class EnvironmentProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+        if printing is not None:
+            await printing.end()
         return ended_itself
 
     def _broken(self, why: str) -> EpisodeError:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from grpo_megatron.errors import RewardError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.orphans import start_worker
-from grpo_megatron.rewards.floods import wait_for_flood
+from grpo_megatron.rewards.printing import Printing
 
 _WORKER = "grpo_megatron.rewards.reward_worker"
 _LONGEST_LINE = 1 << 26
@@ -66,14 +66,15 @@ class LocalPlace:
         self.log_path = log_path
         self.process: asyncio.subprocess.Process | None = None
         self._opened: Opened | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._printing: Printing | None = None
 
     async def open(self) -> Opened:
-        """Start the process."""
-        self.process, ours = await start_worker(_WORKER, self.log_path)
-        if self.log_path.is_file():
-            self._looking = asyncio.create_task(self._end_flood(self.process.pid))
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
+        """Start the process; the one before has ended, and what it left is ended here."""
+        await self.kill()
+        worker = await start_worker(_WORKER)
+        self.process = worker.process
+        self._printing = Printing(worker.output, self.log_path, "a reward", self._end_flood)
+        reader, writer = await asyncio.open_connection(sock=worker.link, limit=_LONGEST_LINE)
         self._opened = Opened(reader, writer)
         return self._opened
 
@@ -89,27 +90,26 @@ class LocalPlace:
 
     async def kill(self) -> None:
         """Kill it and all that its rewards started (idempotent)."""
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
         self.process = None
+        if self._printing is not None:
+            await self._printing.end()
+            self._printing = None
         if self._opened is not None:
             self._opened.writer.close()
 
     async def check(self) -> None:
         """Nothing: this machine is here."""
 
-    async def _end_flood(self, pid: int) -> None:
-        """Kill the process where it prints too much; its call is that of one that died."""
-        flood = await wait_for_flood(pid, self.log_path)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        flood.cut("a reward")
+    async def _end_flood(self, printed: str) -> None:
+        """Kill the process, which prints too much; its call is that of one that died."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class HostedPlace:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -248,8 +247,7 @@ def test_one_that_prints_without_end_fills_no_disk(tmp_path, caplog):
         return found, host.take_metrics()
 
     found, metrics = hosted(work, domain(step_s=600), domain("beside"), log_path=log)
-    printed = re.fullmatch(r"its process printed (\d+) MiB; it may print 64 at once, .*", found)
-    assert printed is not None and int(printed[1]) > 64
+    assert found.startswith("its process printed more than it may: 64 MiB at once")
     assert metrics["environment/obedient/ends"] == metrics["environment/obedient/lost"] == 1
     assert metrics["environment/beside/ends"] == metrics["environment/beside/lost"] == 0
     assert log.stat().st_size < 1 << 22
@@ -270,7 +268,7 @@ def test_one_that_prints_without_end_while_it_is_imported(tmp_path, monkeypatch)
         async with host:
             pass
 
-    with pytest.raises(EpisodeError, match=r"does not begin: its process printed \d+ MiB"):
+    with pytest.raises(EpisodeError, match=r"does not begin: its process printed more"):
         asyncio.run(run())
 
 

@@ -60,7 +60,6 @@ def obey(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, An
     elif completion == "flood":
         while True:
             sys.stdout.write("x" * (1 << 20))
-            time.sleep(0.01)  # as `tests.environments.pouring`
     elif completion == "read":
         return float(len(sys.stdin.read()))
     elif completion == "str":

@@ -116,7 +116,7 @@ def test_a_reward_that_prints_without_end_fills_no_disk(tmp_path):
     assert pool.take_metrics()["reward/d.obey/died"] == 1
     assert log.stat().st_size < 1 << 22
     told = log.read_text()
-    assert told.startswith("of the start") and "printed without end and was killed" in told
+    assert told.startswith("of the start") and "printed without end and is killed" in told
     assert "printed by a reward" in told
 
 
