@@ -11,6 +11,7 @@ from grpo_megatron.checkpoints import durable
 from grpo_megatron.checkpoints.casts import cast
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFReader, refuse_unfit
+from grpo_megatron.checkpoints.recorded_digests import RecordedDigests
 from grpo_megatron.checkpoints.shard_files import (
     DEFAULT_SHARD_BYTES,
     NamedTensors,
@@ -46,7 +47,7 @@ def merge_checkpoints(
     Raises CheckpointError where tensors differ in name or shape, are no weights or not those of
     their index, where the models compute something else with them or have other tokens, and where
     a number is not finite, or none of the dtype; ConfigError where a config.json is missing or
-    damaged; MismatchError where something else is read back than was written."""
+    damaged; MismatchError where a tensor is not what was written, of a part or of the result."""
     configs = {path: written_config(path) for path in weights}
     readers = {HFReader(path): share for path, share in _shares(weights).items()}
     first = next(iter(readers))
@@ -69,8 +70,9 @@ def merge_checkpoints(
     working = empty_directory(durable.working_directory(directory))
     units = [[entry] for entry in entries]
     target = HFTarget(working, units, shard_bytes, stacks_in(first.directory))
+    digests = {reader: RecordedDigests(reader.directory) for reader in readers}
     for file in target.files:
-        target.write(file, _means(readers, file.entries, str(directory)))
+        target.write(file, _means(readers, digests, file.entries, str(directory)))
     target.wait()
     target.finish(first.directory, dtype)
     bad: list[str] = []
@@ -213,15 +215,20 @@ def _names_with_own_dtype(directory: Path, names: Sequence[str]) -> set[str]:
 
 
 def _means(
-    readers: Mapping[HFReader, float], entries: Sequence[TensorEntry], where: str
+    readers: Mapping[HFReader, float],
+    digests: Mapping[HFReader, RecordedDigests],
+    entries: Sequence[TensorEntry],
+    where: str,
 ) -> NamedTensors:
     """Yield names and weighted means of the tensors `entries`; weights sum to 1. where: what
-    messages call the result. Raises CheckpointError for numbers that are not finite."""
+    messages call the result. Raises CheckpointError for numbers that are not finite, MismatchError
+    for a tensor that has another digest than was recorded."""
     for entry in entries:
         total = torch.zeros(entry.shape, dtype=torch.float64)
         for reader, weight in readers.items():
             part = reader.tensor(entry.name)
             _refuse_not_finite(entry.name, part, reader.directory)
+            digests[reader].check(entry.name, part)
             total += weight * part.double()
         yield entry.name, cast(entry.name, total, entry.torch_dtype, where)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.checkpoints.durable import PROGRESS, copy_side_files, disk_errors, write_json
+from grpo_megatron.checkpoints.recorded_digests import record_digests
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.weights.gather import all_gathered
 from grpo_megatron.weights.tensor_entry import TensorEntry, digest_tensor, grouped
@@ -175,7 +176,7 @@ class Target(ABC):
             record = self.record(file)
             assert record is not None  # all files are there
             digests |= record["tensors"]
-        write_json(self.working / "conversion.json", {"tensors": digests})
+        record_digests(self.working, digests)
         copy_side_files(source, self.working, dtype)
 
     def read_back(self, file: ShardFile) -> list[str]:

@@ -30,9 +30,14 @@ _OWN_FIELDS = {
     "--enable-expert-parallel": _EXPERT_PARALLEL,
     "--no-enable-expert-parallel": _EXPERT_PARALLEL,
     "-ep": _EXPERT_PARALLEL,
+    "--dtype": "rollout.dtype",
+    "--max-model-len": "rollout.max_model_len",
+    "--max-num-seqs": "rollout.max_num_seqs",
+    "--model": "model.path",
+    "--seed": "seed",
 }
-"""Options that say how many workers there are and what each holds, with the field that says so for
-placement, publishing and the plan too."""
+"""Options that say how many workers there are, what each holds and takes, with the field that says
+so for placement, publishing, checks and the plan too."""
 _OF_THE_LAUNCHER = (
     "--nnodes",
     "-n",
@@ -57,10 +62,46 @@ _OF_THE_LAUNCHER = (
     "-dph",
     "--data-parallel-multi-port-external-lb",
     "-dpm",
+    "--data-parallel-backend",
+    "-dpb",
     "--device-ids",
+    "--host",
     "--port",
+    "--uds",
+    "--grpc",
+    "--grpc-port",
+    "--ssl-keyfile",
+    "--ssl-certfile",
+    "--ssl-ca-certs",
+    "--ssl-cert-reqs",
+    "--ssl-ciphers",
 )
-"""Options that say where a server and its workers are, which follows from `[placement]`."""
+"""Options that say where a server and its workers are and how they are spoken to, which follows
+from `[placement]`."""
+_OF_THE_RUN = (
+    "--enable-lora",
+    "--no-enable-lora",
+    "--enable-return-routed-experts",
+    "--no-enable-return-routed-experts",
+    "--enable-scale-out",
+    "--no-enable-scale-out",
+    "--no-enable-sleep-mode",
+    "--generation-config",
+    "--override-generation-config",
+    "--load-format",
+    "--logprobs-mode",
+    "--lora-modules",
+    "--lora-target-modules",
+    "--max-logprobs",
+    "--max-lora-rank",
+    "--max-loras",
+    "--served-model-name",
+    "--no-skip-tokenizer-init",
+    "--skip-tokenizer-init",
+    "--weight-transfer-config",
+    "--worker-extension-cls",
+)
+"""Options on whose values requests, publishing and checks rely."""
 _HELP = ("--help", "-h")
 _MORE_WORKERS = (
     "--pipeline-parallel-size",
@@ -141,6 +182,12 @@ def _problems_of(name: str) -> Iterator[Violation]:
             f"{name}: the launcher sets this, from [placement]",
             remedy="leave it out",
             related=("placement.rollout_nodes",),
+        )
+    if name in _OF_THE_RUN:
+        yield Violation(
+            _ARGUMENTS,
+            f"{name}: the run sets this, and relies on it when it samples, publishes and checks",
+            remedy="leave it out",
         )
     if name in _HELP:
         yield Violation(

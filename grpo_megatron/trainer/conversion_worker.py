@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from grpo_megatron.checkpoints import (
 )
 from grpo_megatron.checkpoints.casts import cast
 from grpo_megatron.checkpoints.fitting import adapter_domains
+from grpo_megatron.checkpoints.recorded_digests import RecordedDigests
 from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.config.trainer import TrainerConfig, refuse_other_than_layout
 from grpo_megatron.errors import (
@@ -57,9 +58,7 @@ from grpo_megatron.weights.parameters import (
     Parameter,
     num_elements,
 )
-from grpo_megatron.weights.tensor_entry import digest_tensor
 
-_DIGESTS_OF_TENSORS = "conversion.json"
 _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0
 """Ranks wait for the slowest one between phases."""
@@ -259,11 +258,11 @@ def _identity(job: ConversionJob) -> list[Any]:
 def _write(source: Source, target: Target, job: ConversionJob, dtype: torch.dtype | None) -> None:
     """Write the files that are not finished; each rank its share. Collective."""
     unfinished = _unfinished(target)
-    digests = _recorded_digests(Path(job.source))
+    digests = RecordedDigests(Path(job.source))
     dist.barrier()  # all have looked what is left
     with _phase("write", _num_bytes(unfinished)) as report:
         for file in unfinished[dist.get_rank() :: dist.get_world_size()]:
-            target.write(file, _tensors_of(source, file, dtype, digests, job.source), report)
+            target.write(file, _tensors_of(source, file, dtype, digests), report)
         target.wait()
         dist.barrier()
         on_rank_0(target.finish, Path(job.source), job.dtype)
@@ -273,24 +272,16 @@ def _tensors_of(
     source: Source,
     file: shard_files.ShardFile,
     dtype: torch.dtype | None,
-    digests: Mapping[str, str],
-    where: str,
+    digests: RecordedDigests,
 ) -> shard_files.NamedTensors:
     """Yield the tensors of a file as `dtype`, while the disk already reads the next ones.
 
-    digests: that were recorded of the source's tensors, as far as any were; where: the source.
-    Raises MismatchError where a tensor is not what was written."""
+    digests: of the source's tensors. Raises MismatchError where one is not what was written."""
     parameters = [source.parameters[unit] for unit in file.units]
     for parameter in shard_files.read_ahead(parameters, source.prefetch):
         written_as = _dtype_of(parameter, source, dtype)
         for name, tensor in source.tensors(parameter):
-            if name in digests and digest_tensor(tensor) != digests[name]:
-                raise MismatchError(
-                    f"tensor {name!r} is not what was written, by {_DIGESTS_OF_TENSORS}",
-                    where=where,
-                    remedy="restore the checkpoint from a copy; if it was changed on purpose, "
-                    f"remove {_DIGESTS_OF_TENSORS} from it",
-                )
+            digests.check(name, tensor)
             yield name, cast(name, tensor, written_as, where="--dtype")
 
 
@@ -342,14 +333,14 @@ def _check(source: Source, directory: Path) -> None:
     """Read every tensor: finite numbers, and the digests that were recorded, if there are any.
 
     Raises MismatchError. Collective."""
-    recorded = _recorded_digests(directory)
+    recorded = RecordedDigests(directory)
     problems: list[tuple[str, str]] = []
     with _phase("check", 4 * num_elements(source.parameters)) as report:
         for parameter in source.parameters[dist.get_rank() :: dist.get_world_size()]:
             for name, tensor in source.tensors(parameter):
                 if not torch.isfinite(tensor).all():
                     problems.append(("hold numbers that are not finite", name))
-                if name in recorded and digest_tensor(tensor) != recorded[name]:
+                if recorded.differs(name, tensor):
                     problems.append(("are not what was written", name))
                 report(4 * tensor.numel())
     names_by_problem: dict[str, list[str]] = defaultdict(list)
@@ -365,19 +356,6 @@ def _check(source: Source, directory: Path) -> None:
     if recorded:
         of_digests = ", and the digest that was recorded"
     _say_once(message=f"every tensor has its place, its shape and finite numbers{of_digests}")
-
-
-def _recorded_digests(directory: Path) -> dict[str, str]:
-    """Return the digests of tensors that were recorded when a checkpoint was written; none of
-    others."""
-    try:
-        record = json.loads((directory / _DIGESTS_OF_TENSORS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(record, dict) or not isinstance(record.get("tensors"), dict):
-        return {}  # a file of this name that somebody else wrote
-    digests: dict[str, str] = record["tensors"]
-    return digests
 
 
 def main(path: str, store: str | None = None) -> None:

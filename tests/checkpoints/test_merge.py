@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from grpo_megatron.checkpoints.merge import merge_checkpoints
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.errors import CheckpointError, ConfigError
+from grpo_megatron.errors import CheckpointError, ConfigError, MismatchError
 from grpo_megatron.plan.hf_config import flattened
 from tests.trainer.vision import PROCESSOR, VISION
 
@@ -336,6 +336,18 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, wrong):
     two = checkpoint(tmp_path / "two", w=damaged)
     error = refused(tmp_path, one, two)
     assert error.message == "1 numbers of w are not finite" and error.where == str(two)
+
+
+def test_a_part_that_is_not_what_was_written_is_refused(tmp_path):
+    """By the digests that a conversion, or an earlier merge, has recorded."""
+    part = checkpoint(tmp_path / "part", a=torch.ones(2))
+    merge_checkpoints({part: 1.0}, tmp_path / "converted")
+    save_file({"a": torch.tensor([1.0, 2.0])}, tmp_path / "converted" / "model.safetensors")
+    error = refused(tmp_path, part, tmp_path / "converted", kind=MismatchError)
+    assert error.message == "tensor 'a' is not what was written, by conversion.json"
+    assert error.where == str(tmp_path / "converted")
+    (tmp_path / "converted" / "conversion.json").unlink()
+    assert merged(tmp_path, part, tmp_path / "converted")["a"].tolist() == [1.0, 1.5]
 
 
 @pytest.mark.parametrize("weight", [1e308, 5e-324])

@@ -330,6 +330,7 @@ BROKEN = [
         "sampled_tokens",
         [*DISTIL, 'distillation={teachers=[{path="t"}], mode="sampled", forward_weight=0.5}'],
     ),
+    ("likeliest_tokens", [*DISTIL, 'distillation={teachers=[{path="t"}], top_k=8}']),
     ("teacher_source", [*DISTIL, "distillation={teachers=[{}]}"]),
     (
         "teacher_source",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron import assets
 from grpo_megatron.config.engine_words import given_options
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
@@ -16,6 +17,7 @@ from grpo_megatron.network import Endpoint
 from grpo_megatron.plan import engine_arguments, layout
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf
+from grpo_megatron.rollout import replica
 from grpo_megatron.rollout.replica import multi_node_arguments
 
 MOE = facts_from_hf(
@@ -277,6 +279,7 @@ OF_THE_LAUNCHER = [
     *("--data-parallel-address=a", "-dpa", "--data-parallel-rpc-port=1", "-dpp"),
     *("--data-parallel-external-lb", "-dpe", "--data-parallel-hybrid-lb", "-dph"),
     *("--data-parallel-multi-port-external-lb", "-dpm", "--device-ids=0,1", "--port=1"),
+    *("-dpb=ray", "--host=a", "--uds=/s", "--grpc", "--ssl-keyfile=k"),
 ]
 
 
@@ -284,6 +287,35 @@ OF_THE_LAUNCHER = [
 def test_where_workers_are_is_what_the_launcher_says(argument):
     [found] = check(MOE, {"engine_arguments": (argument,)})
     assert "the launcher sets this" in found.message and found.remedy == "leave it out"
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--logprobs-mode=raw_logprobs",
+        "--no_enable_scale_out",
+        "--load-format=auto",
+        "--max-loras=9",
+    ],
+)
+def test_what_a_run_relies_on_is_what_it_says_itself(argument):
+    [found] = check(MOE, {"engine_arguments": (argument,)})
+    assert "the run sets this, and relies on it" in found.message
+
+
+def test_everything_that_a_run_sets_and_reads_back_is_refused_as_an_argument():
+    """Of `engine.toml`: what servers are started with, but for what only makes them faster."""
+    may_differ = {
+        "--disable-log-stats",
+        "--disable-uvicorn-access-log",
+        "--enable-prompt-tokens-details",
+        "--middleware",
+    }
+    tables = assets.tables(replica.__file__, "engine.toml")
+    of_every_run = [*tables["always"]["arguments"], *tables["samples"]["arguments"]]
+    names = {word for word in of_every_run if word.startswith("--")}
+    for name in sorted(names - may_differ):
+        assert check(MOE, {"engine_arguments": (name,)}), name
 
 
 def test_what_the_launcher_adds_for_several_nodes_is_refused_as_an_argument():

@@ -1,7 +1,7 @@
 """Rules of `kind`, `[distillation]` and what other kinds than `rl` do without."""
 
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
-from grpo_megatron.config.run import RunConfig, TeacherConfig
+from grpo_megatron.config.run import DistillationConfig, RunConfig, TeacherConfig
 from grpo_megatron.config.suggest import nearest
 
 DISTILLATION_RULES = RuleSet()
@@ -200,6 +200,22 @@ def servers_answer_top_k_at_temperature_one(run: RunConfig) -> list[Violation]:
     if temperature != 1.0:
         found.append(Violation(key, message, nearest=(1.0,), related=related))
     return found
+
+
+@DISTILLATION_RULES.rule("likeliest_tokens")
+def only_topk_tail_counts_tokens(run: RunConfig) -> Violation | None:
+    """Refuse a number of likeliest tokens in modes that have none."""
+    default: int = DistillationConfig.model_fields["top_k"].default
+    if run.distillation is None or run.distillation.mode == "topk_tail":
+        return None
+    if run.distillation.top_k == default:
+        return None
+    return Violation(
+        "distillation.top_k",
+        f"mode {run.distillation.mode!r} has no likeliest tokens",
+        remedy="remove it, or take distillation.mode='topk_tail'",
+        related=("distillation.mode",),
+    )
 
 
 @DISTILLATION_RULES.rule("sampled_tokens")
