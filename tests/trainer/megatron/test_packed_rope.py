@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from grpo_megatron.trainer.megatron.rope import rotate_packed
 from grpo_megatron.trainer.megatron.row_context import row_of
 

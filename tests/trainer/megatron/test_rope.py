@@ -7,6 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import rope_fields
 from grpo_megatron.trainer.megatron.rope import rotary
