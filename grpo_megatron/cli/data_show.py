@@ -21,7 +21,12 @@ from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.conversation import MESSAGES
 from grpo_megatron.data.dataset_answers import end_of_turn, refuse_bad_responses
 from grpo_megatron.data.prompt_images import ImageReader
-from grpo_megatron.data.prompt_text import PromptRenderer, messages_of, tokenizer_directory
+from grpo_megatron.data.prompt_text import (
+    PromptRenderer,
+    arguments_of,
+    messages_of,
+    tokenizer_directory,
+)
 from grpo_megatron.data.prompts import tokenised
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
@@ -110,7 +115,7 @@ def _show_domain(
     else:
         prompts = tokenised(domain, problems, tokenizer, images)
         if domain.template == CHAT:
-            _show_chat_template(domain, prompts[0], tokenizer, say)
+            _show_chat_template(domain, config, prompts[0], tokenizer, say)
     budget = config.max_new_tokens_of(domain.name)
     components = components_of(domain, budget)
     timeout_s = config.data.reward_timeout_s
@@ -151,7 +156,7 @@ def _show_preferences(
     else:
         prompts = tokenised(domain, problems, tokenizer)
         if domain.template == CHAT:
-            _show_chat_template(domain, prompts[0], tokenizer, say)
+            _show_chat_template(domain, config, prompts[0], tokenizer, say)
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True), start=1):
         say("")
         say(f"prompt {number}")
@@ -180,7 +185,7 @@ def _text_only(domain: DomainConfig, problems: Sequence[Problem]) -> list[Prompt
 
 
 def _show_chat_template(
-    domain: DomainConfig, prompt: Prompt, tokenizer: TextTokenizer, say: Say
+    domain: DomainConfig, config: RunConfig, prompt: Prompt, tokenizer: TextTokenizer, say: Say
 ) -> None:
     template = tokenizer.chat_template
     assert template is not None  # the prompt was rendered by it
@@ -192,6 +197,9 @@ def _show_chat_template(
         found = other_format(name, template)
         if found is not None:
             say(f'note: tool_format is "{name}", and it writes calls in the format "{found}"')
+    trains_answers = config.trains_preferences or config.uses_dataset or config.cold_start
+    if trains_answers:
+        _show_beginning(domain, template, say)
     end = end_of_turn(domain, tokenizer)
     say(f"an answer ends with: {' '.join(map(tokenizer.token_text, end))}")
     if end[-1] not in tokenizer.stop_token_ids:
@@ -201,9 +209,23 @@ def _show_chat_template(
         )
 
 
+def _show_beginning(domain: DomainConfig, template: ChatTemplate, say: Say) -> None:
+    """Say what the template would write before an answer of a row, which is not trained."""
+    before = template.before_answer(
+        domain.template_arguments, day=domain.template_date, system_prompt=domain.system_prompt
+    )
+    if before and before != domain.assistant_prefix:
+        say(
+            f"note: between prompt and answer the template itself writes {before!r} where the "
+            "answer does not begin so; rows are trained as they are, without it"
+        )
+
+
 def _has_generation_prompt(domain: DomainConfig, template: ChatTemplate, prompt: Prompt) -> bool:
     return template.writes_generation_prompt(
-        prompt.metadata[MESSAGES], domain.template_arguments, day=domain.template_date
+        prompt.metadata[MESSAGES],
+        arguments_of(domain, prompt.metadata),
+        day=domain.template_date,
     )
 
 

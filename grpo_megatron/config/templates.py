@@ -45,7 +45,8 @@ class PromptTemplate:
             raise self._refused(*self._without_field)
 
     def render(self, question: str, metadata: Mapping[str, Any]) -> str:
-        """Return the prompt of a problem. Raises DataError where a metadata key is missing."""
+        """Return the prompt of a problem; a key without a value is an empty text. Raises DataError
+        where a metadata key is missing."""
         return self._filled(metadata, {"question": question})
 
     def _filled(self, metadata: Mapping[str, Any], texts: Mapping[str, str]) -> str:
@@ -61,12 +62,15 @@ class PromptTemplate:
 
     def _value(self, key: str, metadata: Mapping[str, Any]) -> str:
         try:
-            return str(metadata[key])
+            value = metadata[key]
         except KeyError:
             raise self._refused(
                 f"a problem has no metadata {key!r}",
                 "metadata of that problem: " + (", ".join(map(str, metadata)) or "none"),
             ) from None
+        if value is None:  # CSV has an empty text there
+            return ""
+        return str(value)
 
     def _checked(self, name: str | None, extra: str) -> str:
         if name and any(leak in name.lower() for leak in self._leaks):

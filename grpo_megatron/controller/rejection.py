@@ -4,12 +4,15 @@ Of the samples of a prompt those are kept which are correct, finished and in one
 ones once, at most so many a prompt (DeepSeek-R1, arXiv:2501.12948, section 2.3.3)."""
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from grpo_megatron.config.run import DomainConfig, PairChoice, RejectionConfig, RunConfig
 from grpo_megatron.config.templates import CHAT
+from grpo_megatron.controller.display import show
 from grpo_megatron.controller.group_filter import GroupFilter
-from grpo_megatron.data.conversation import MESSAGES, with_answer
+from grpo_megatron.data.conversation import MESSAGES, TOOLS, tools_of, with_answer
 from grpo_megatron.data.preference_pairs import pair_of
 from grpo_megatron.data.preference_rows import CHOSEN, REJECTED
 from grpo_megatron.data.prompts import Splits
@@ -37,7 +40,8 @@ async def sample_dataset(
     """Write `dataset.jsonl`: question, answer, domain, responses; with the chat template also the
     conversation as `messages`, for models with another one. Returns asked and kept counts.
 
-    Raises RewardError: `rejection.scripts` names no script."""
+    Raises RewardError: `rejection.scripts` names no script; DataError: nothing is kept, so that
+    there is no data set."""
     settings = config.rejection
     selection = GroupFilter(config)
     check_scripts(scripts=settings.scripts)
@@ -45,12 +49,14 @@ async def sample_dataset(
     domains = {domain.name: domain for domain in config.domains}
     lines = []
     num_kept = 0
+    unfit: Counter[str] = Counter()
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
         groups = await dispatcher.rollouts(
             0, prompts[start : start + _PROMPTS_AT_ONCE], num_samples=settings.num_samples
         )
         for group in await rewards.score(groups):
             domain = domains[group.group.prompt.domain]
+            unfit.update(_unfit(group, selection))
             if settings.pairs is not None:
                 row = _pair_row(group, selection, settings, settings.pairs, tokenizer, domain)
                 if row:
@@ -60,14 +66,49 @@ async def sample_dataset(
                 num_kept += len(responses)
                 row = _row(group.group.prompt, responses, domain)
             if row:
-                lines.append(json.dumps(row))
+                # all samples would be lost for a value of a row's own that JSON has not
+                lines.append(json.dumps(row, default=str))
+    num_samples = len(prompts) * settings.num_samples
+    told = _told(num_kept, num_samples, unfit)
+    if not lines:
+        raise DataError(
+            f"{told}: there is no data set",
+            where="[rejection]",
+            remedy="raise rollout.max_new_tokens for truncated samples, look at rewards and "
+            "accuracy_threshold of the domains for others, or raise rejection.num_samples",
+        )
+    show("message", text=f"{told}, for {len(lines)} of {len(prompts)} prompts")
     write_atomically(run_dir.dataset, "\n".join([*lines, ""]))
     return {
         "prompts": float(len(prompts)),
-        "samples": float(len(prompts) * settings.num_samples),
+        "samples": float(num_samples),
         "kept_prompts": float(len(lines)),
         "kept_samples": float(num_kept),
     }
+
+
+def _unfit(group: ScoredGroup, selection: GroupFilter) -> Counter[str]:
+    """Count the samples of a group that are no right and whole answers, by why."""
+    counts: Counter[str] = Counter()
+    for correct, completion in zip(selection.correct(group), group.group.completions, strict=True):
+        if completion.truncated:
+            counts["truncated"] += 1
+        elif math.isnan(correct):
+            counts["unscorable"] += 1
+        elif correct != 1:
+            counts["incorrect"] += 1
+        elif not completion.text.strip():
+            counts["empty"] += 1
+    return counts
+
+
+def _told(num_kept: int, num_samples: int, unfit: Mapping[str, int]) -> str:
+    """Say what became of the samples."""
+    told = f"kept {num_kept} of {num_samples} samples"
+    if not unfit:
+        return told
+    reasons = ", ".join(f"{count} {reason}" for reason, count in unfit.items())
+    return f"{told} ({reasons})"
 
 
 def _training_prompts(config: RunConfig, splits: Splits) -> list[Prompt]:
@@ -121,6 +162,7 @@ def _pair_row(
     if domain.template != CHAT:
         return {"prompt": prompt.text, **answers, **row}
     row["prompt"] = prompt.metadata[MESSAGES]
+    row.update(_tools_of(prompt))
     for name, text in answers.items():
         row[name] = with_answer(prompt, text, domain.assistant_prefix)[-1:]
     return row
@@ -137,7 +179,16 @@ def _row(prompt: Prompt, responses: Sequence[str], domain: DomainConfig) -> dict
     }
     if domain.template == CHAT:
         row["messages"] = with_answer(prompt, responses[0], domain.assistant_prefix)
+        row.update(_tools_of(prompt))
     return row
+
+
+def _tools_of(prompt: Prompt) -> dict[str, object]:
+    """Return the field with the tools that the chat template wrote into a prompt, if it did."""
+    tools = tools_of(prompt.metadata)
+    if not tools:
+        return {}
+    return {TOOLS: tools}
 
 
 def _is_text(text: str, tokenizer: TextTokenizer) -> bool:

@@ -25,16 +25,6 @@ _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
 """Names of templates, as transformers knows them."""
 _CONFIG_FILE = "tokenizer_config.json"
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-"""Names by which templates know special tokens."""
 _SENTINEL = "SENTINEL-9f3b"
 """A text that no template writes by itself, changes or removes."""
 _OTHER_TEMPLATE = (
@@ -127,14 +117,8 @@ class ChatTemplate:
         end-of-turn token and maybe more. Raises DataError where it does not write the answer.
 
         system_prompt: in front of the conversation; there are templates that insist on one."""
-        messages: list[Message] = []
-        if system_prompt is not None:
-            messages.append({"role": "system", "content": system_prompt})
-        messages += [
-            {"role": "user", "content": "1 + 1?"},
-            {"role": "assistant", "content": _SENTINEL},
-        ]
-        text = self.render(messages, arguments, day=day, add_generation_prompt=False)
+        question = _question_behind(system_prompt)
+        text = self._answered(question, arguments, day)
         _, found, after = text.rpartition(_SENTINEL)
         if not found:
             raise DataError(
@@ -143,6 +127,31 @@ class ChatTemplate:
                 remedy=_OTHER_TEMPLATE,
             )
         return after
+
+    def before_answer(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        day: date | None = None,
+        system_prompt: str | None = None,
+    ) -> str:
+        """Return what the template itself writes between a prompt and an answer of the
+        conversation, such as a space or an empty thought; empty where it writes nothing, or another
+        prompt before an answer.
+
+        system_prompt: as of `after_answer`."""
+        question = _question_behind(system_prompt)
+        prompt = self.render(question, arguments, day=day)
+        before, found, _ = self._answered(question, arguments, day).rpartition(_SENTINEL)
+        if not found or not before.startswith(prompt):
+            return ""
+        return before.removeprefix(prompt)
+
+    def _answered(
+        self, question: Sequence[Message], arguments: Mapping[str, Any], day: date | None
+    ) -> str:
+        answer = {"role": "assistant", "content": _SENTINEL}
+        return self.render([*question, answer], arguments, day=day, add_generation_prompt=False)
 
     def writes_generation_prompt(
         self, messages: Sequence[Message], arguments: Mapping[str, Any], *, day: date | None = None
@@ -192,6 +201,14 @@ class ChatTemplate:
                 remedy="change the rows or the domain's system_prompt and template_arguments, or "
                 + _OTHER_TEMPLATE,
             ) from error
+
+
+def _question_behind(system_prompt: str | None) -> list[Message]:
+    """Return a question, behind a system message where there is one."""
+    question: Message = {"role": "user", "content": "1 + 1?"}
+    if system_prompt is None:
+        return [question]
+    return [{"role": "system", "content": system_prompt}, question]
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -262,15 +279,20 @@ def _by_name(templates: Any) -> dict[str, str]:
 
 
 def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens by the names by which templates know them: `bos_token`, or one of a
+    model's own, such as `image_token`."""
     known = dict(settings)
     if "added_tokens_decoder" not in settings:  # older checkpoints
         known.update(_read_json(directory / "special_tokens_map.json"))
+    named = {name: token for name, token in known.items() if name.endswith("_token")}
+    more = known.get("extra_special_tokens")
+    if isinstance(more, dict):
+        named.update(more)
     tokens = {}
-    for name in _SPECIAL_TOKENS:
-        token = known.get(name)
+    for name, token in named.items():
         if isinstance(token, dict):
             token = token.get("content")
-        if token is not None:
+        if isinstance(token, str):
             tokens[name] = token
     return tokens
 

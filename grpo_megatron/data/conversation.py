@@ -1,7 +1,10 @@
 """Conversations: lists of `{"role": "user", "content": "…"}`, as rows of data sets hold them."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
 from typing import Any
 
 from grpo_megatron.errors import DataError
@@ -12,6 +15,8 @@ MESSAGES = "messages"
 """Where a prompt's metadata has the conversation, and the name of the field in rows."""
 RESPONSES = "responses"
 """The same of the answers that are trained, where a run trains those of its rows."""
+TOOLS = "tools"
+"""The same of the tools that the chat template writes, and the name by which it knows them."""
 
 TELLING_REMEDY = (
     "write all that the answer says into its content, a thought between the tags of the model "
@@ -30,8 +35,13 @@ _TELLING = (
     "audio",
 )
 """Fields by which an assistant's message says something that is not in its content."""
+_CALLS = ("tool_calls", "function_call")
+"""Those beside which a message needs no content."""
 _NOTHING = ("", "[]", "{}", "null")
 _OPENED_THOUGHT = re.compile(r"<think>\s*\Z")
+_CLOSED_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_THOUGHT_BEGIN = "<think>"
+_THOUGHT_END = "</think>"
 
 
 def is_conversation(value: object) -> bool:
@@ -39,6 +49,27 @@ def is_conversation(value: object) -> bool:
     if isinstance(value, Mapping):
         return "role" in value and "content" in value
     return isinstance(value, list) and len(value) > 0 and isinstance(value[0], Mapping)
+
+
+def without_json(value: Any) -> Any:
+    """Return the value of a field; where it is JSON text of messages, as CSV has them, these."""
+    if not isinstance(value, str):
+        return value
+    found = json_list_in(value)
+    if found and all(isinstance(one, Mapping) and "role" in one for one in found):
+        return found
+    return value
+
+
+def json_list_in(text: str) -> list[Any]:
+    """Return the list whose JSON is a text; empty where it is none."""
+    if not text.lstrip().startswith("["):
+        return []
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return list(found)
 
 
 def read_conversation(value: Any, *, where: str, field: str) -> list[Message]:
@@ -53,7 +84,9 @@ def read_messages(value: Any, *, where: str, field: str) -> list[Message]:
     none.
 
     Fields without a value are left out: Parquet has them in every message that lacks them. Parts
-    `{"type": "text", "text": …}` are put together; other parts are refused."""
+    `{"type": "text", "text": …}` are put together; other parts are refused. All values can be
+    written as JSON: times and decimals of Parquet become text."""
+    value = without_json(value)
     if isinstance(value, Mapping):  # a sequence of tables, as older data sets store it
         value = _rows_of(value, where, field)
     messages = []
@@ -107,11 +140,33 @@ def _message(raw: Mapping[str, Any], place: str) -> Message:
             where=place,
             remedy='give it "role": "system", "user" or "assistant"',
         )
-    message: Message = {"role": role, "content": _text_of(raw.get("content"), place)}
+    content = raw.get("content")
+    if content is None and any(_says_something(raw.get(name)) for name in _CALLS):
+        content = ""  # as OpenAI's API has it beside calls
+    message: Message = {"role": role, "content": _text_of(content, place)}
     for name, value in raw.items():
         if value is not None and name not in message:
-            message[name] = value
+            message[name] = _json_value(value, name, place)
     return message
+
+
+def _json_value(value: Any, name: str, place: str) -> Any:
+    """Return a value as JSON can have it. DataError where it is nothing of the kind."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item, name, place) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item, name, place) for item in value]
+    raise DataError(
+        f"the message's field {name!r} has a value of {type(value).__name__}, which JSON has not",
+        where=place,
+        remedy="remove the field, or write it as text",
+    )
 
 
 def _text_of(content: Any, place: str) -> str:
@@ -119,7 +174,9 @@ def _text_of(content: Any, place: str) -> str:
         return content
     if not isinstance(content, list):
         raise DataError(
-            f"the message's content is {type(content).__name__}, expected text", where=place
+            f"the message's content is {type(content).__name__}, expected text",
+            where=place,
+            remedy='write its text, "" where it says nothing, or leave the row out',
         )
     text = ""
     for part in content:
@@ -139,6 +196,17 @@ def conversation_of(metadata: Mapping[str, Any]) -> list[Message]:
     if not isinstance(found, list | tuple):
         return []
     return list(found)
+
+
+def tools_of(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools of a row: a list of tables, or its JSON text. Empty where it has none, or
+    its field is something else of its own."""
+    found = metadata.get(TOOLS)
+    if isinstance(found, str):
+        found = json_list_in(found)
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        return []
+    return found
 
 
 def split_reply(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
@@ -176,13 +244,20 @@ def are_responses(value: object) -> bool:
 
 
 def replies_of(reply: str, responses: Sequence[str] | None) -> list[str]:
-    """Return all answers that a row has to its conversation, in full. `reply` is that of the last
-    turn; `responses` begin behind what the prompt had opened, and the first of them is of
-    `reply`."""
-    if not responses or not reply.endswith(responses[0]):
-        return [reply]
-    opening = reply.removesuffix(responses[0])
-    return [opening + response for response in responses]
+    """Return all different answers that a row has to its conversation, in full. `reply` is that of
+    the last turn.
+
+    Where `reply` ends with the first of `responses`, these begin behind what their prompt had
+    opened, as those of samples do; else they are whole."""
+    opening = ""
+    if responses and responses[0] and reply.endswith(responses[0]):
+        opening = reply.removesuffix(responses[0])
+    replies = [reply]
+    for response in responses or ():
+        whole = opening + response
+        if whole not in replies:
+            replies.append(whole)
+    return replies
 
 
 def last_question(messages: Sequence[Message]) -> str:
@@ -214,6 +289,51 @@ def opening_of(prompt: str, assistant_prefix: str) -> str:
     if opened is None:
         return ""
     return opened[0]
+
+
+def begun_answer(prompt: str, assistant_prefix: str) -> str:
+    """Return all that a prompt already has of its answer: a `<think>` with which the chat template
+    ends, or a thought that it has closed without a word, and the prefix that the recipe sets."""
+    before_prefix = prompt.removesuffix(assistant_prefix)
+    begun = _OPENED_THOUGHT.search(before_prefix) or _CLOSED_THOUGHT.search(before_prefix)
+    if begun is None:
+        return assistant_prefix
+    return begun[0] + assistant_prefix
+
+
+def behind_opening(prompt: str, assistant_prefix: str, answer: str) -> str:
+    """Return an answer without what its prompt already has of it. White space may differ."""
+    for opening in (begun_answer(prompt, assistant_prefix), assistant_prefix):
+        if not opening.strip():
+            continue
+        if answer.startswith(opening):
+            return answer.removeprefix(opening)
+        found = _with_any_blanks(opening).match(answer)
+        if found is not None:
+            return answer[found.end() :]
+    return answer
+
+
+def _with_any_blanks(opening: str) -> re.Pattern[str]:
+    """Return what finds an opening whose white space may differ. Behind one that ends with some it
+    takes the answer's."""
+    words = re.findall(r"</?think>|[^\s<]+|<", opening)
+    pattern = r"\s*" + r"\s*".join(map(re.escape, words))
+    if opening[-1].isspace():
+        pattern += r"\s*"
+    return re.compile(pattern)
+
+
+def leaves_thought_open(begun: str, answer: str) -> bool:
+    """Whether a prompt has begun a thought (`begun_answer`) that the answer behind does not
+    close."""
+    is_open = begun.rfind(_THOUGHT_BEGIN) > begun.rfind(_THOUGHT_END)
+    return is_open and _THOUGHT_END not in answer
+
+
+def thinks_again(begun: str, answer: str) -> bool:
+    """Whether a prompt has closed the thought (`begun_answer`) and the answer behind begins one."""
+    return _THOUGHT_END in begun and answer.lstrip().startswith(_THOUGHT_BEGIN)
 
 
 def with_answer(prompt: Prompt, response: str, assistant_prefix: str) -> list[Message]:

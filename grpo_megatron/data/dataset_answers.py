@@ -1,7 +1,9 @@
 """Where the responses of a data set are trained, it answers in the place of the engines."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +13,10 @@ from grpo_megatron.data.conversation import (
     RESPONSES,
     TELLING_REMEDY,
     are_responses,
-    opening_of,
+    begun_answer,
+    behind_opening,
+    leaves_thought_open,
+    thinks_again,
 )
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
@@ -132,7 +137,7 @@ class DatasetAnswers:
         chat = self._chat_domains.get(prompt.domain)
         if chat is None:
             return text
-        return text.removeprefix(opening_of(prompt.text, chat.assistant_prefix))
+        return behind_opening(prompt.text, chat.assistant_prefix, text)
 
     def completion(self, step: int, prompt: Prompt, text: str) -> Completion:
         """Return a text as an answer to `prompt`, with its end."""
@@ -220,7 +225,8 @@ def with_answers(
     tokenizer: TextTokenizer,
     rows: Sequence[tuple[Problem, Prompt]],
 ) -> list[Prompt]:
-    """Return the prompts of a domain of a supervised run that have an answer to train.
+    """Return the prompts of a domain of a supervised run that have an answer to train, each once,
+    with the different answers of all rows that ask it.
 
     The log says how many answers are empty, and left out, and how many of the first rows are cut,
     both with the first row. Raises DataError where nothing is left."""
@@ -248,8 +254,71 @@ def with_answers(
             len(rows),
             first_empty,
         )
+    _warn_of_thoughts(domain, answers, kept)
     _warn_of_cut_answers(config, domain, answers, kept)
-    return [prompt for _, prompt in kept]
+    prompts = _with_all_answers(answers, [prompt for _, prompt in kept])
+    if len(prompts) < len(kept):
+        logger.info(
+            "domain %r: %d of %d rows have the prompt of an earlier one; what they answer is "
+            "trained with its answers, each once",
+            domain.name,
+            len(kept) - len(prompts),
+            len(kept),
+        )
+    return prompts
+
+
+def _with_all_answers(answers: DatasetAnswers, prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Return equal prompts once, with the different answers of all as responses."""
+    asked: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        asked[prompt.content].append(prompt)
+    found = []
+    for equal in asked.values():
+        if len(equal) == 1:
+            found += equal
+            continue
+        texts: dict[str, None] = {}  # in their order
+        for prompt in equal:
+            texts.update(dict.fromkeys(answers.texts(prompt)))
+        metadata = {**equal[0].metadata, RESPONSES: list(texts)}
+        found.append(replace(equal[0], metadata=metadata))
+    return found
+
+
+def _warn_of_thoughts(
+    domain: DomainConfig, answers: DatasetAnswers, rows: Sequence[tuple[Problem, Prompt]]
+) -> None:
+    """Say which answers do not fit what their prompt has begun."""
+    if domain.template != CHAT:
+        return
+    open_rows: list[str] = []
+    thinking_rows: list[str] = []
+    for problem, prompt in rows:
+        begun = begun_answer(prompt.text, domain.assistant_prefix)
+        where = problem.where or f"[[domains]] {domain.name}"
+        for text in answers.texts(prompt):
+            rest = behind_opening(prompt.text, domain.assistant_prefix, text)
+            if leaves_thought_open(begun, rest):
+                open_rows.append(where)
+            if thinks_again(begun, rest):
+                thinking_rows.append(where)
+    if open_rows:
+        logger.warning(
+            "domain %r: %d answers do not close the thought that their prompt begins (<think>), "
+            "and are trained as part of it; the first is at %s; response_template can close it",
+            domain.name,
+            len(open_rows),
+            open_rows[0],
+        )
+    if thinking_rows:
+        logger.warning(
+            "domain %r: %d answers begin a thought behind one that their prompt has closed; the "
+            "first is at %s; leave their thoughts out, or have the template begin none",
+            domain.name,
+            len(thinking_rows),
+            thinking_rows[0],
+        )
 
 
 def _warn_of_cut_answers(

@@ -19,6 +19,7 @@ from grpo_megatron.data.conversation import (
     require_user,
     split_reply,
     untold_fields,
+    without_json,
 )
 from grpo_megatron.data.row_formats import (
     conversation_in_field,
@@ -165,7 +166,7 @@ def _answer(
     where: str, fields: Mapping[str, Any], name: str, domain: DomainConfig
 ) -> tuple[str, list[Message]]:
     """(the answer's text, the conversation before it, empty where the field is the answer only)."""
-    value = fields[name]
+    value = without_json(fields[name])
     if isinstance(value, str):
         return value, []
     if not is_conversation(value):
@@ -214,7 +215,7 @@ def _refuse_other_prompt(
     if not conversation:
         return
     for field in sorted({domain.prompt_field, PROMPT}):
-        value = fields.get(field)
+        value = without_json(fields.get(field))
         agrees = True
         if isinstance(value, str):
             agrees = _is_said(value, conversation)
@@ -269,7 +270,7 @@ def problem_of(
     metadata.pop(MESSAGES, None)
     if not conversation:
         field = prompt_field_of(where, fields, domain)
-        if not is_conversation(fields[field]):
+        if not is_conversation(without_json(fields[field])):
             return Problem(question_of(where, fields, field), "", metadata)
         messages = conversation_in_field(where, fields, field, domain)
         conversation, reply = split_reply(messages)

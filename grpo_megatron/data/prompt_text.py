@@ -10,7 +10,13 @@ from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.run import DomainConfig, ModelConfig
 from grpo_megatron.config.templates import CHAT, PromptTemplate
 from grpo_megatron.data.chat_template import ChatTemplate
-from grpo_megatron.data.conversation import MESSAGES, Message, with_last_question
+from grpo_megatron.data.conversation import (
+    MESSAGES,
+    TOOLS,
+    Message,
+    tools_of,
+    with_last_question,
+)
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Problem, Prompt
@@ -59,21 +65,21 @@ class PromptRenderer:
         if any(message["role"] == "system" for message in messages):
             self._require_system_messages()
         metadata = {**problem.metadata, MESSAGES: messages}
-        return RenderedPrompt(self._chat_text(messages), problem.answer, metadata)
+        return RenderedPrompt(self._chat_text(messages, metadata), problem.answer, metadata)
 
     def rephrased(self, prompt: Prompt, rephrase: Callable[[str], str]) -> str:
         """Return the text of a prompt of the domain, with another question: `rephrase` of what the
         template has as `{question}`, or of what the user says last in a conversation."""
         if not self._is_chat:
             return self._template.render(rephrase(prompt.question), prompt.metadata)
-        return self._chat_text(with_last_question(prompt.metadata[MESSAGES], rephrase))
+        messages = with_last_question(prompt.metadata[MESSAGES], rephrase)
+        return self._chat_text(messages, prompt.metadata)
 
-    def _chat_text(self, messages: Sequence[Message]) -> str:
+    def _chat_text(self, messages: Sequence[Message], metadata: Mapping[str, Any]) -> str:
         assert self._chat_template is not None  # or __init__ had raised
+        arguments = arguments_of(self._domain, metadata)
         with self._named():
-            text = self._chat_template.render(
-                messages, self._domain.template_arguments, day=self._domain.template_date
-            )
+            text = self._chat_template.render(messages, arguments, day=self._domain.template_date)
         prefix = self._domain.assistant_prefix
         self._refuse_second_prefix(text, prefix)
         return text + prefix
@@ -106,6 +112,17 @@ class PromptRenderer:
         except DataError as error:
             error.where = f"{self._where}: {error.where}"
             raise
+
+
+def arguments_of(domain: DomainConfig, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the chat template is given beside the messages of a problem: the domain's
+    arguments, and the tools of the row in the place of theirs.
+
+    Where an environment or an agent plays, tools are its own, and a row's are its metadata."""
+    tools = tools_of(metadata)
+    if not tools or domain.episodes is not None:
+        return domain.template_arguments
+    return {**domain.template_arguments, TOOLS: tools}
 
 
 def messages_of(problem: Problem, domain: DomainConfig) -> list[Message]:

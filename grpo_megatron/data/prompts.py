@@ -5,11 +5,13 @@ prompt between splits, and equal prompts cannot be on both sides."""
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.data.conversation import RESPONSES
 from grpo_megatron.data.dataset_answers import refuse_bad_responses, with_answers
 from grpo_megatron.data.prompt_images import ImageReader, RowImage, refuse_images
 from grpo_megatron.data.prompt_text import PromptRenderer
@@ -42,8 +44,9 @@ def load_splits(
 
     Prompts that leave no room for their domain's `max_new_tokens` are dropped with a warning; where
     the answers of rows are trained, others say which are longer than that, and which are empty and
-    left out. Raises DataError for a row that cannot be read, or whose responses cannot be
-    trained."""
+    left out, and equal prompts of a domain are one with all of their answers. The log says which
+    prompts are dropped because an earlier one is equal. Raises DataError for a row that cannot be
+    read, or whose responses cannot be trained."""
     longest = config.rollout.max_model_len
     prompts = []
     for domain in config.domains:
@@ -52,11 +55,37 @@ def load_splits(
     splits = make_splits(
         prompts, num_heldout=config.data.num_heldout, num_validation=config.data.num_validation
     )
-    if splits.num_duplicates:
-        logger.info("dropped %d prompts whose text occurs before", splits.num_duplicates)
+    _tell_duplicates(prompts)
     if images is None:
         return splits
     return replace(splits, num_refused=dict(images.num_refused))
+
+
+def _tell_duplicates(prompts: Sequence[Prompt]) -> None:
+    """Log how many prompts of which domains are dropped because an earlier one is equal; as a
+    warning, where that has another answer."""
+    first: dict[str, Prompt] = {}
+    num_dropped: Counter[tuple[str, str]] = Counter()
+    num_other: Counter[tuple[str, str]] = Counter()
+    for prompt in prompts:
+        earlier = first.setdefault(prompt.content, prompt)
+        if earlier is prompt:
+            continue
+        domains = (prompt.domain, earlier.domain)
+        num_dropped[domains] += 1
+        if _answers_of(prompt) != _answers_of(earlier):
+            num_other[domains] += 1
+    for domains, count in num_dropped.items():
+        level = logging.INFO
+        told = f"domain {domains[0]!r}: dropped {count} prompts that are before in {domains[1]!r}"
+        if num_other[domains]:
+            level = logging.WARNING
+            told += f"; {num_other[domains]} of them have another answer than the one that is kept"
+        logger.log(level, "%s", told)
+
+
+def _answers_of(prompt: Prompt) -> tuple[str, object]:
+    return prompt.answer, prompt.metadata.get(RESPONSES)
 
 
 def load_prompts(
@@ -94,7 +123,7 @@ def tokenised(
         rendered.append(renderer.render(problem))
         texts.append(rendered[-1].text)
     where = f"[[domains]] {domain.name}"
-    token_ids = tokenizer.encode_batch(texts, where=where)
+    token_ids = _encoded(tokenizer, problems, texts, where)
     prompts = []
     for problem, of_problem, ids, of_row in zip(
         problems, rendered, token_ids, images_of, strict=True
@@ -116,6 +145,18 @@ def tokenised(
         )
         prompts.append(prompt)
     return prompts
+
+
+def _encoded(
+    tokenizer: TextTokenizer, problems: Sequence[Problem], texts: Sequence[str], where: str
+) -> list[list[int]]:
+    """Return the token ids of the prompts of problems. DataError names the row, if there is one."""
+    try:
+        return tokenizer.encode_batch(texts, where=where)
+    except DataError:
+        for problem, text in zip(problems, texts, strict=True):
+            tokenizer.encode(text, where=problem.where or where)
+        raise
 
 
 def _fitting(

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_megatron.errors import DataError, raised_as
 
@@ -21,6 +21,8 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]
 
 _SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]{16})?")
+_NUMBER = re.compile(r"[-_.]?(part|shard|chunk)?[-_.]?\d+\Z", re.IGNORECASE)
+"""Behind the name of a split in several files."""
 _LONGEST_CSV_FIELD = 1 << 28
 _WRONG_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _JSON_KINDS = {
@@ -63,9 +65,7 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
                 remedy="convert it to .jsonl (one JSON object a line) or .parquet",
             )
         return [path]
-    files = _of_split(path, _of_first_kind(path), split)
-    _refuse_missing_shards(path, files)
-    return files
+    return _of_split(path, _of_first_kind(path), split)
 
 
 def _of_first_kind(folder: Path) -> list[Path]:
@@ -84,40 +84,97 @@ def _of_first_kind(folder: Path) -> list[Path]:
     )
 
 
+class _Origin(NamedTuple):
+    """Where a file of a folder is from, as far as its name or a folder above it says."""
+
+    split: str
+    """As the data set calls it, for example "train_sft"."""
+    kind: str | None
+    """Of `_SPLITS`; None: it is none of them."""
+    data_set: Path
+    """Equal for files that may be read together."""
+
+
 def _of_split(folder: Path, files: Sequence[Path], split: str | None) -> list[Path]:
-    by_split: dict[str | None, list[Path]] = defaultdict(list)
-    for file in files:
-        by_split[_split_of(file.relative_to(folder))].append(file)
-    names = ", ".join(filter(None, by_split)) or "none"
+    origins = {file: _origin_of(file.relative_to(folder)) for file in files}
+    names = sorted({origin.split for origin in origins.values() if origin is not None})
+    chosen = list(files)
     if split is not None:
-        if split not in by_split:
+        chosen = [file for file, origin in origins.items() if origin and origin.split == split]
+        if not chosen:
+            chosen = [file for file, origin in origins.items() if origin and origin.kind == split]
+        if not chosen:
             raise DataError(
                 f"the folder has no files of the split {split!r}",
                 where=str(folder),
-                remedy=f"splits there: {names}",
+                remedy=f"splits there: {', '.join(names) or 'none'}",
             )
-        return by_split[split]
-    if len(by_split) > 1:
+    elif len({_kind_of(origin) for origin in origins.values()}) > 1:
+        told = ", ".join(names)
+        if None in origins.values():
+            told += ", and files that name none"
         raise DataError(
-            f"the folder has several splits ({names}), which must not be mixed",
+            f"the folder has several splits ({told}), which must not be mixed",
             where=str(folder),
-            remedy='choose one, for example arguments = { split = "train" }',
+            remedy=f"choose one, for example arguments = {{ split = {_example_of(names)} }}",
         )
-    return list(files)
+    _refuse_missing_shards(folder, chosen)
+    _refuse_several(folder, [origins[file] for file in chosen])
+    return chosen
 
 
-def _split_of(path: Path) -> str | None:
-    """Return the split that a file's name or a folder above it says; None where none does."""
-    for part in (path.stem, *reversed(path.parts[:-1])):
-        word = re.split(r"[-_.]", part.lower())[0]
-        if word in _SPLITS:
-            return word
+def _origin_of(path: Path) -> _Origin | None:
+    """Return what a file's name says of its split, else what the nearest folder does that says
+    something; None: neither does."""
+    shard = _SHARD.fullmatch(path.stem)
+    if shard is not None:
+        data_set = path.with_name(shard[1])
+        named = _named_folder(path) or data_set
+        if _kind_in(data_set.name) is not None:
+            named = data_set
+        return _Origin(named.name, _kind_in(named.name), data_set)
+    stem = _NUMBER.sub("", path.stem)
+    kind = _kind_in(stem)
+    if kind is not None:
+        return _Origin(stem, kind, path.with_name(kind))
+    named_folder = _named_folder(path)
+    if named_folder is None:
+        return None
+    return _Origin(named_folder.name, _kind_in(named_folder.name), named_folder)
+
+
+def _named_folder(path: Path) -> Path | None:
+    """Return the nearest folder above a file whose name is that of a split."""
+    for above in path.parents:
+        if _kind_in(above.name) is not None:
+            return above
     return None
 
 
+def _kind_of(origin: _Origin | None) -> str | None:
+    if origin is None:
+        return None
+    return origin.kind
+
+
+def _kind_in(name: str) -> str | None:
+    """Return the split of `_SPLITS` with whose name another begins."""
+    word = re.split(r"[-_.]", name.lower())[0]
+    if word in _SPLITS:
+        return word
+    return None
+
+
+def _example_of(names: Sequence[str]) -> str:
+    """Return a split to choose, in quotes: one for training, if there is any."""
+    for name in names:
+        if _kind_in(name) == "train":
+            return f'"{name}"'
+    return f'"{names[0]}"'
+
+
 def _refuse_missing_shards(folder: Path, files: Sequence[Path]) -> None:
-    """Raise DataError where `train-00000-of-00003` is there and its second part is not, or where
-    shards of several data sets would be mixed."""
+    """Raise DataError where `train-00000-of-00003` is there and its second part is not."""
     numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
     for file in files:
         shard = _SHARD.fullmatch(file.stem)
@@ -131,13 +188,31 @@ def _refuse_missing_shards(folder: Path, files: Sequence[Path]) -> None:
                 where=str(folder),
                 remedy="download the rest of the data set",
             )
-    if len(numbers) > 1:
-        names = ", ".join(str((parent / stem).relative_to(folder)) for parent, stem, _ in numbers)
-        raise DataError(
-            f"the folder has several data sets: {names}",
-            where=str(folder),
-            remedy="set path to the folder of one of them",
-        )
+    counts = Counter((parent, stem) for parent, stem, _ in numbers)
+    for (parent, stem), count in counts.items():
+        if count > 1:
+            raise DataError(
+                f"the folder has {count} exports of {stem!r}, in different numbers of shards",
+                where=str(folder / parent),
+                remedy="remove all but one of them",
+            )
+
+
+def _refuse_several(folder: Path, origins: Sequence[_Origin | None]) -> None:
+    """Raise DataError where files of several data sets would be mixed: shards of other names, or a
+    split of several folders."""
+    found = sorted({origin.data_set for origin in origins if origin is not None})
+    if len(found) < 2:
+        return
+    remedy = "set path to the folder of one of them"
+    if len({data_set.parent for data_set in found}) == 1:
+        example = _example_of([data_set.name for data_set in found])
+        remedy = f"choose one, for example arguments = {{ split = {example} }}"
+    raise DataError(
+        f"the folder has several data sets: {', '.join(map(str, found))}",
+        where=str(folder),
+        remedy=remedy,
+    )
 
 
 def _jsonl_rows(path: Path) -> Rows:
@@ -156,9 +231,11 @@ def _jsonl_rows(path: Path) -> Rows:
                 where=where,
                 remedy="one JSON object a line, UTF-8",
             ):
-                fields = json.loads(line)
+                tables = _Tables()
+                fields = json.loads(line, object_pairs_hook=tables.read)
                 if not isinstance(fields, dict):
                     raise ValueError(f"found {type(fields).__name__}")
+            tables.refuse_repeated_names(where, fields)
             yield where, fields
 
 
@@ -234,7 +311,8 @@ def _json_rows(path: Path) -> Rows:
     with raised_as(DataError, "unreadable", OSError, where=path, remedy=_ABSENT):
         content = path.read_bytes()
     with raised_as(DataError, "not JSON", _NOT_JSON, where=path, remedy=remedy):
-        rows = json.loads(content)
+        tables = _Tables()
+        rows = json.loads(content, object_pairs_hook=tables.read)
     if isinstance(rows, dict):
         rows = [rows]
     if not isinstance(rows, list):
@@ -243,7 +321,33 @@ def _json_rows(path: Path) -> Rows:
         where = f"{path}:row {number}"
         if not isinstance(fields, dict):
             raise DataError(f"found {_JSON_KINDS[type(fields)]}", where=where, remedy=remedy)
+        tables.refuse_repeated_names(where, fields)
         yield where, fields
+
+
+class _Tables:
+    """Reads tables of JSON, and knows which have a name twice: a table keeps the last value."""
+
+    def __init__(self) -> None:
+        self._repeated: list[tuple[dict[str, Any], str]] = []
+
+    def read(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the table of the names and values that JSON has for it."""
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            self._repeated.append((table, counts.most_common(1)[0][0]))
+        return table
+
+    def refuse_repeated_names(self, where: str, fields: Mapping[str, Any]) -> None:
+        """Raise DataError where a row has a field twice; tables in its fields are its own."""
+        for table, name in self._repeated:
+            if table is fields:
+                raise DataError(
+                    f"the row has the field {name!r} several times",
+                    where=where,
+                    remedy="rename or remove all but one of them",
+                )
 
 
 def _csv_rows(path: Path) -> Rows:

@@ -26,29 +26,43 @@ from grpo_megatron.data.conversation import (
     replies_of,
     split_reply,
     untold_fields,
+    without_json,
 )
 from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.types import Problem
 
-_DEFAULT_FIELD = DomainConfig.model_fields["prompt_field"].default
+_DEFAULT_FIELD: str = DomainConfig.model_fields["prompt_field"].default
+_DEFAULT_ANSWER: str = DomainConfig.model_fields["answer_field"].default
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
 _INCORRECT = ("incorrect_answer_1", "incorrect_answer_2", "incorrect_answer_3")
 
 
 def problem_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> Problem:
     """Return the problem of a row. `prompt_field` and `answer_field` are looked at first, then the
-    formats of benchmarks. DataError names the row, what it lacks and what it has."""
+    formats of benchmarks, unless the recipe names another field than theirs. DataError names the
+    row, what it lacks and what it has."""
     has_own_fields = domain.prompt_field in fields and domain.answer_field in fields
     if has_own_fields:
         return _of_own_fields(where, fields, domain)
     names = {_plain_name(name) for name in fields}
-    if names >= {"question", "correct_answer", *_INCORRECT}:
-        return _of_gpqa(where, _by_plain_name(where, fields))
-    if names >= {"question_content", "public_test_cases"}:
-        return _of_live_code_bench(where, _by_plain_name(where, fields))
-    if "problem" in names and ("answer" in names or "solution" in names):
-        return _of_math(where, _by_plain_name(where, fields))
+    if names >= {"question", "correct_answer", *_INCORRECT} and _asks(domain, "question"):
+        return _of_gpqa(where, _by_plain_name(where, fields), domain)
+    if names >= {"question_content", "public_test_cases"} and _asks(domain, "question_content"):
+        return _of_live_code_bench(where, _by_plain_name(where, fields), domain)
+    has_solution = "answer" in names or "solution" in names
+    if "problem" in names and has_solution and _asks(domain, "problem"):
+        return _of_math(where, _by_plain_name(where, fields), domain)
     return _of_own_fields(where, fields, domain)
+
+
+def _names_prompt(domain: DomainConfig) -> bool:
+    """Whether a recipe says where the rows of a domain have their prompt."""
+    return domain.prompt_field != _DEFAULT_FIELD
+
+
+def _asks(domain: DomainConfig, field: str) -> bool:
+    """Whether a benchmark's field is the one that a domain asks: it names it, or none."""
+    return _plain_name(domain.prompt_field) in (_DEFAULT_FIELD, field)
 
 
 def _plain_name(name: str) -> str:
@@ -129,29 +143,58 @@ def _no_field(where: str, fields: Mapping[str, Any], name: str, setting: str) ->
 
 def _of_own_fields(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> Problem:
     field = prompt_field_of(where, fields, domain)
-    if is_conversation(fields[field]):
-        return _of_conversation(where, fields, field, domain)
+    if is_conversation(without_json(fields[field])):
+        answer = None
+        if fields.get(domain.answer_field) is not None:
+            answer = text_of(where, fields, domain.answer_field, "answer_field")
+        return _of_conversation(where, fields, field, domain, answer)
     question = question_of(where, fields, field)
     answer = text_of(where, fields, domain.answer_field, "answer_field")
-    metadata = dict(fields)
+    metadata = _without_conversation(fields, domain)
     del metadata[domain.answer_field]
-    if domain.template == CHAT:
-        metadata.pop(MESSAGES, None)  # would be taken for the prompt's
     return Problem(question, answer, metadata)
 
 
+def _without_conversation(fields: Mapping[str, Any], domain: DomainConfig) -> dict[str, Any]:
+    """Return the fields as metadata of a question, without a conversation that the chat template
+    would render in its place."""
+    metadata = dict(fields)
+    if domain.template == CHAT:
+        metadata.pop(MESSAGES, None)
+    return metadata
+
+
 def prompt_field_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> str:
-    """Return where the row has its prompt: in the field that the recipe names, else in a usual one.
-    With a chat template a conversation comes before a question that was made of it."""
+    """Return where the row has its prompt: in the field that the recipe names, else in the first
+    usual one that says something. With a chat template a conversation comes before a question that
+    was made of it."""
     usual = [domain.prompt_field]
-    if domain.prompt_field == _DEFAULT_FIELD:
+    if not _names_prompt(domain):
         usual = [_DEFAULT_FIELD, "prompt", MESSAGES]
         if domain.template == CHAT:
             usual = [MESSAGES, _DEFAULT_FIELD, "prompt"]
-    for name in usual:
-        if name in fields:
+    found = [name for name in usual if name in fields]
+    if not found:
+        raise _no_field(where, fields, domain.prompt_field, "prompt_field")
+    for name in found:
+        if _is_prompt(name, fields[name]):
             return name
-    raise _no_field(where, fields, domain.prompt_field, "prompt_field")
+    if found[0] == MESSAGES and isinstance(fields[MESSAGES], str) and not _names_prompt(domain):
+        raise DataError(
+            f"field {MESSAGES!r} is text, and no JSON of a list of messages",
+            where=where,
+            remedy='write it as a list of {"role": "user", "content": "…"}, or name the field with '
+            "the question (prompt_field of the domain)",
+        )
+    return found[0]
+
+
+def _is_prompt(name: str, value: Any) -> bool:
+    """Whether a field says something, and as a field of its name does: `messages` that are text are
+    none."""
+    if isinstance(value, str):
+        return bool(value.strip()) and (name != MESSAGES or is_conversation(without_json(value)))
+    return value is not None and value != [] and value != {}
 
 
 def conversation_in_field(
@@ -169,40 +212,53 @@ def conversation_in_field(
 
 
 def _of_conversation(
-    where: str, fields: Mapping[str, Any], field: str, domain: DomainConfig
+    where: str,
+    fields: Mapping[str, Any],
+    field: str,
+    domain: DomainConfig,
+    answer: str | None,
 ) -> Problem:
     """Make a problem of a conversation. An assistant's last turn is the row's answer, unless it has
     a field for that; where responses are trained, it is a response, and one of several if the row
-    has more. What it says beside its content is named in `untold`."""
+    has more. Without others a `response_template` makes the response. What the turn says beside
+    its content is named in `untold`.
+
+    answer: what the row's fields say, None: nothing."""
     messages = conversation_in_field(where, fields, field, domain)
     conversation, reply = split_reply(messages)
     metadata = dict(fields)
     del metadata[field]
     metadata[MESSAGES] = conversation
     responses = fields.get(RESPONSES)
-    if reply is not None and are_responses(responses):  # else it is something of the row's own
+    is_made = domain.response_template is not None and not responses
+    if reply is not None and not is_made and are_responses(responses):  # else the row's own
         metadata[RESPONSES] = replies_of(reply, responses)
     untold: tuple[str, ...] = ()
     if reply is not None:
         untold = untold_fields(messages[-1])
-    answer = reply
-    if reply is None or fields.get(domain.answer_field) is not None:
+    if answer is not None:
+        metadata.pop(domain.answer_field, None)
+    elif reply is not None:
+        answer = reply
+    else:
         answer = text_of(where, fields, domain.answer_field, "answer_field")
-        del metadata[domain.answer_field]
-    assert answer is not None
     return Problem(question_in(where, conversation), answer, metadata, untold=untold)
 
 
 # --- benchmarks
 
 
-def _of_math(where: str, named: Mapping[str, Any]) -> Problem:
+def _of_math(where: str, named: Mapping[str, Any], domain: DomainConfig) -> Problem:
     """MATH (https://github.com/hendrycks/math): what the solution boxes last is the answer. AIME
-    and MATH-500 have a field for it."""
-    metadata = dict(named)
-    if "answer" in named:
-        answer = text_of(where, named, "answer", "answer_field")
-        del metadata["answer"]
+    and MATH-500 have a field for it. With a chat template, a conversation that the row has beside
+    them (OpenR1-Math, NuminaMath) is the prompt, as of other rows."""
+    metadata = _without_conversation(named, domain)
+    field = _DEFAULT_ANSWER
+    if _plain_name(domain.answer_field) in named:
+        field = _plain_name(domain.answer_field)
+    if field in named:
+        answer = text_of(where, named, field, "answer_field")
+        del metadata[field]
     else:
         found = last_boxed(text_of(where, named, "solution", "answer_field"))
         if found is None:
@@ -212,6 +268,10 @@ def _of_math(where: str, named: Mapping[str, Any]) -> Problem:
                 remedy="set answer_field of the domain, or leave the row out",
             )
         answer = found
+    has_conversation = is_conversation(without_json(named.get(MESSAGES)))
+    if domain.template == CHAT and has_conversation and not _names_prompt(domain):
+        metadata[MESSAGES] = named[MESSAGES]
+        return _of_conversation(where, metadata, MESSAGES, domain, answer)
     return Problem(question_of(where, named, "problem"), answer, metadata)
 
 
@@ -237,7 +297,7 @@ def last_boxed(solution: str) -> str | None:
     return None
 
 
-def _of_gpqa(where: str, named: Mapping[str, Any]) -> Problem:
+def _of_gpqa(where: str, named: Mapping[str, Any], domain: DomainConfig) -> Problem:
     """GPQA (arXiv:2311.12022): four choices in an order that the row itself decides; the answer is
     a letter."""
     question = question_of(where, named, "question")
@@ -253,7 +313,7 @@ def _of_gpqa(where: str, named: Mapping[str, Any]) -> Problem:
     lines = [question.strip(), ""]
     for letter, choice in zip("ABCD", choices, strict=True):
         lines.append(f"{letter}) {choice}")
-    metadata = dict(named)
+    metadata = _without_conversation(named, domain)
     for name in ("correct_answer", *_INCORRECT):
         del metadata[name]
     metadata["choices"] = choices
@@ -269,7 +329,7 @@ def _shuffled(choices: Sequence[str], *, seed: str) -> list[str]:
     return sorted(choices, key=key)
 
 
-def _of_live_code_bench(where: str, named: Mapping[str, Any]) -> Problem:
+def _of_live_code_bench(where: str, named: Mapping[str, Any], domain: DomainConfig) -> Problem:
     """LiveCodeBench (arXiv:2403.07974): the answer is all tests, as `code_tests` reads them."""
     question = question_of(where, named, "question_content")
     starter = named.get("starter_code")
@@ -278,7 +338,7 @@ def _of_live_code_bench(where: str, named: Mapping[str, Any]) -> Problem:
     cases = _test_cases(where, named, "public_test_cases")
     if named.get("private_test_cases"):
         cases += _test_cases(where, named, "private_test_cases")
-    metadata = dict(named)
+    metadata = _without_conversation(named, domain)
     for name in ("public_test_cases", "private_test_cases"):
         metadata.pop(name, None)
     with raised_as(

@@ -64,12 +64,31 @@ class TextTokenizer:
             lacking = [text for text in texts if self._lacking_characters(text)]
             raise self._refusal([*lacking, *texts][0], where) from None
         for text, encoding in zip(texts, encodings, strict=True):
-            if self._unk_token_id in encoding.ids:
+            if self._lacks_some(text, encoding):
                 raise self._refusal(text, where)
         return list(encodings)
 
+    def _lacks_some(self, text: str, encoding: Encoding) -> bool:
+        """Whether the unknown token stands for something else than its own text."""
+        if self._unk_token_id is None or self._unk_token_id not in encoding.ids:
+            return False
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id == self._unk_token_id and text[start:end].strip() != self._unk_text:
+                return True
+        return False
+
+    @cached_property
+    def _unk_text(self) -> str:
+        """What stands for the unknown token where a text has it; empty where there is none."""
+        if self._unk_token_id is None:
+            return ""
+        return self._backend.id_to_token(self._unk_token_id) or ""
+
     def _refusal(self, text: str, where: str | None) -> DataError:
-        characters = ", ".join(map(repr, self._lacking_characters(text)))
+        unmarked = text
+        if self._unk_text:
+            unmarked = text.replace(self._unk_text, " ")
+        characters = ", ".join(map(repr, self._lacking_characters(unmarked)))
         shown = text
         if len(text) > 120:
             shown = f"{text[:117]}..."

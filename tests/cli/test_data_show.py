@@ -93,6 +93,18 @@ def test_an_end_that_engines_do_not_know_is_told(show, tmp_path):
     assert "add it to eos_token_id" in text
 
 
+def test_what_the_template_writes_before_a_trained_answer_is_told(show, tmp_path):
+    show()
+    template = "{% for message in messages %}{{ ' ' + message.content }}<|im_end|>{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    rows = ROWS[1:]
+    code, text = show("kind=sft", template=None, rows=rows)
+    assert code == 0
+    assert "between prompt and answer the template itself writes ' '" in text
+    _, text = show(template=None, rows=rows)
+    assert "between prompt and answer" not in text
+
+
 def test_a_format_that_the_chat_template_does_not_write_is_told(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = "demo/agent-calculator-cpu"

@@ -337,3 +337,76 @@ def test_a_rephrased_question_goes_through_the_plain_template(directories):
     prompt = tokenised(domain, [problem], load_tokenizer(directories["qwen"]))[0]
     text = PromptRenderer(domain, None).rephrased(prompt, lambda question: f"see: {question}")
     assert text == "<q>see: 2 + 3?</q> cm:"
+
+
+WRITES_TOOLS = """
+{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}
+{%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}
+"""
+
+
+def tools_prompt(directory, tools, **fields):
+    (directory / "chat_template.jinja").write_text(WRITES_TOOLS)
+    problem = Problem("", "5", {"messages": [QUESTION], "tools": tools})
+    tokenizer = load_tokenizer(directory)
+    return tokenizer, tokenised(chat(**fields), [problem], tokenizer)[0]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "JSON"])
+def test_tools_of_a_row_reach_the_template(tmp_path, tools):
+    directory = write_tokenizer(tmp_path, "qwen")
+    tokenizer, prompt = tools_prompt(directory, tools)
+    assert list(prompt.token_ids) == expected_ids(directory, [QUESTION], tools=TOOLS)
+    assert '"name": "add"' in prompt.text
+    renderer = PromptRenderer(chat(), tokenizer.chat_template)
+    assert '"name": "add"' in renderer.rephrased(prompt, str.upper)
+
+
+def test_tools_of_a_row_take_the_place_of_those_of_its_domain(tmp_path):
+    directory = write_tokenizer(tmp_path, "qwen")
+    of_domain = {"template_arguments": {"tools": [{"name": "other"}]}}
+    _, prompt = tools_prompt(directory, TOOLS, **of_domain)
+    assert '"name": "add"' in prompt.text and "other" not in prompt.text
+    for nothing in (None, [], "hammer, saw", ["hammer"]):
+        _, prompt = tools_prompt(directory, nothing, **of_domain)
+        assert "other" in prompt.text and "hammer" not in prompt.text
+
+
+def test_an_environment_has_its_own_tools(tmp_path):
+    directory = write_tokenizer(tmp_path, "qwen")
+    _, prompt = tools_prompt(directory, TOOLS, environment={"name": "tools"})
+    assert "add" not in prompt.text
+
+
+def test_special_tokens_of_a_models_own_reach_the_template(tmp_path):
+    directory = write_tokenizer(tmp_path, "qwen")
+    file = directory / "tokenizer_config.json"
+    settings_ = json.loads(file.read_text())
+    settings_["extra_special_tokens"] = {"image_token": "<|im_start|>"}
+    settings_["audio_token"] = "<|im_end|>"
+    file.write_text(json.dumps(settings_))
+    (directory / "chat_template.jinja").write_text("{{ image_token }}{{ audio_token }}")
+    prompt = prompt_of(directory, [QUESTION])
+    assert prompt.text == "<|im_start|><|im_end|>"
+    assert list(prompt.token_ids) == expected_ids(directory, [QUESTION])
+
+
+MISTRAL = """
+{{- '[INST] ' + messages[0].content + ' [/INST]' }}
+{%- if messages[1] %}{{ ' ' + messages[1].content + eos_token }}{% endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "before"),
+    [
+        (MISTRAL, " "),
+        (TEMPLATES["llama"], ""),
+        (TEMPLATES["deepseek"], ""),
+    ],
+    ids=["mistral", "llama", "deepseek"],
+)
+def test_what_a_template_writes_before_an_answer(tmp_path, source, before):
+    directory = write_tokenizer(tmp_path, "qwen")
+    (directory / "chat_template.jinja").write_text(source)
+    assert read_chat_template(directory).before_answer({}) == before

@@ -135,10 +135,117 @@ def test_rejection_samples_go_from_one_family_to_another(tmp_path, tokenizers, p
     assert [c.text for c in group.completions] == [REPLY["content"], "<think>\nfive</think>5"]
 
 
+def test_rows_of_samples_have_what_their_prompt_had(tmp_path, tokenizers):
+    """Times in messages as text, and the tools that the chat template wrote."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    row = {"messages": [USER], "answer": "5", "tools": json.dumps(tools)}
+    domain, [prompt] = prompts_of(tmp_path, tokenizers["qwen"], row)
+    written = json.loads(json.dumps(_row(prompt, ["5"], domain)))
+    assert written["tools"] == tools
+    assert written["messages"] == [USER, {"role": "assistant", "content": "5"}]
+    domain, [prompt] = prompts_of(tmp_path, tokenizers["qwen"], {"messages": [USER], "answer": "5"})
+    assert "tools" not in _row(prompt, ["5"], domain)
+
+
 def test_rows_of_plain_templates_have_no_messages(tmp_path, tokenizers):
     row = {"question": "2 + 3?", "answer": "5"}
     domain, [prompt] = prompts_of(tmp_path, tokenizers["qwen"], row, template="{question}")
     assert set(_row(prompt, ["5"], domain)) == {"question", "answer", "domain", "responses"}
+
+
+# --- what the prompt has of an answer
+
+
+OPENS = {"assistant_prefix": "<think>\n"}
+CLOSES = {"template_arguments": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "answer", "trained"),
+    [
+        ("deepseek", {}, "<think>t</think>5", "t</think>5"),
+        ("deepseek", {}, "<think>\nt</think>5", "t</think>5"),
+        ("deepseek", {}, "\n<think>\n\n</think>\n\n5", "</think>\n\n5"),
+        ("qwen", OPENS, "<think> t</think>5", "t</think>5"),
+        ("qwen", {"assistant_prefix": "Let me  think:"}, "Let me think: 5", " 5"),
+        ("qwen", CLOSES, "<think>\n\n</think>\n\n5", "5"),
+        ("qwen", CLOSES, "<think></think>5", "5"),
+        ("qwen", CLOSES, "5", "5"),
+        ("qwen", CLOSES, "<think>t</think>5", "<think>t</think>5"),
+        ("qwen", {}, "<think>\n\n</think>\n\n5", "<think>\n\n</think>\n\n5"),
+    ],
+)
+def test_what_the_prompt_has_is_not_trained_again(
+    tmp_path, tokenizers, name, fields, answer, trained
+):
+    tokenizer = tokenizers[name]
+    row = {"messages": [USER, {**REPLY, "content": answer}]}
+    domain, [prompt] = prompts_of(tmp_path, tokenizer, row, **fields)
+    [text] = DatasetAnswers([domain], tokenizer, LONGEST).texts(prompt)
+    completion = DatasetAnswers([domain], tokenizer, LONGEST).completion(0, prompt, text)
+    assert completion.text == trained
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer", "words"),
+    [
+        (OPENS, "5", "1 answers do not close the thought that their prompt begins"),
+        (CLOSES, "<think>t</think>5", "1 answers begin a thought behind one"),
+    ],
+)
+def test_answers_that_do_not_fit_the_thought_of_their_prompt_are_told(
+    tmp_path, tokenizers, caplog, fields, answer, words
+):
+    rows = [
+        {"messages": [USER, {**REPLY, "content": "<think></think>5"}]},
+        {"messages": [{**USER, "content": "3 + 2?"}, {**REPLY, "content": answer}]},
+    ]
+    config = recipe_of(tmp_path, rows, template="chat")
+    domain = config.domains[0].model_copy(update=fields)
+    load_splits(config.model_copy(update={"domains": (domain,)}), tokenizers["qwen"])
+    [record] = caplog.records
+    assert words in record.message and "rows.jsonl:2" in record.message
+
+
+# --- several answers to a question
+
+
+def responses_of(config, tokenizer):
+    [prompt] = load_splits(config, tokenizer).train["sums"]
+    return DatasetAnswers.of_run(config, tokenizer).texts(prompt)
+
+
+def test_all_answers_to_a_question_are_trained(tmp_path, tokenizers, caplog):
+    caplog.set_level("INFO")
+    rows = [{"messages": [USER, {**REPLY, "content": text}]} for text in ("5", "five", "5")]
+    rows.append({**rows[0], "responses": ["5", "V"]})
+    config = recipe_of(tmp_path, rows, template="chat")
+    assert responses_of(config, tokenizers["qwen"]) == ["5", "five", "V"]
+    assert "3 of 4 rows have the prompt of an earlier one" in caplog.text
+
+
+def test_answers_by_a_template_are_those_of_their_rows(tmp_path, tokenizers):
+    rows = [{**PLAIN_ROW, "thought": "a"}, {**PLAIN_ROW, "thought": "b"}]
+    config = recipe_of(tmp_path, rows)
+    made = config.domains[0].model_copy(update={"response_template": "{metadata[thought]}{answer}"})
+    config = config.model_copy(update={"domains": (made,)})
+    assert responses_of(config, tokenizers["qwen"]) == ["a3", "b3"]
+
+
+@pytest.mark.parametrize(("answer", "level"), [("3", "INFO"), ("4", "WARNING")])
+def test_rl_drops_equal_prompts_and_says_of_which_domain(
+    tmp_path, tokenizers, caplog, answer, level
+):
+    caplog.set_level("INFO")
+    rows = [PLAIN_ROW, {**PLAIN_ROW, "answer": answer}, {**PLAIN_ROW, "question": "2 + 2?"}]
+    config = recipe_of(tmp_path, rows, kind="rl")
+    splits = load_splits(config, tokenizers["qwen"])
+    assert [prompt.answer for prompt in splits.train["sums"]] == ["3", "3"]
+    assert splits.num_duplicates == 1
+    [record] = [record for record in caplog.records if "dropped" in record.message]
+    assert record.levelname == level
+    assert "domain 'sums': dropped 1 prompts that are before in 'sums'" in record.message
+    assert ("1 of them have another answer" in record.message) == (level == "WARNING")
 
 
 # --- responses that are no texts

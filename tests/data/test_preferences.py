@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -68,6 +69,15 @@ def test_formats_of_pairs(fields):
     row = read(fields)
     assert row.problem.question == "1 + 1?"
     assert (row.answers, row.labels) == (("2", "3"), (1.0, 0.0))
+
+
+def test_conversations_may_be_text_of_json():
+    """As CSV has them."""
+    row = read({"chosen": json.dumps([USER, TWO]), "rejected": json.dumps([USER, THREE])})
+    assert (row.problem.question, row.answers) == ("1 + 1?", ("2", "3"))
+    row = read({"prompt": json.dumps([USER]), "chosen": "2", "rejected": json.dumps([THREE])})
+    assert row.problem.metadata["messages"] == [USER]
+    assert row.answers == ("2", "3")
 
 
 def test_several_turns_before_the_answers():

@@ -95,6 +95,80 @@ def test_several_data_sets_are_not_mixed(tmp_path):
     assert len(questions(tmp_path / "main")) == 3
 
 
+@pytest.mark.parametrize("split", [None, "train"])
+@pytest.mark.parametrize("name", ["train.parquet", "train/0000.parquet", "train/part-1.parquet"])
+def test_a_split_of_several_folders_is_not_mixed(tmp_path, name, split):
+    for folder in ("main", "socratic"):
+        write_parquet(tmp_path / folder / name, ROWS)
+    with pytest.raises(DataError, match="several data sets: main/train, socratic/train") as caught:
+        data_files(tmp_path, split)
+    assert caught.value.remedy == "set path to the folder of one of them"
+    assert len(data_files(tmp_path / "main", split)) == 1
+
+
+@pytest.fixture
+def several(tmp_path):
+    """As UltraChat is published."""
+    for name in ("train_sft", "train_gen", "test_sft"):
+        write_parquet(tmp_path / "data" / f"{name}-00000-of-00001.parquet", ROWS)
+    return tmp_path
+
+
+def test_a_split_has_the_whole_name_before_its_shards(several):
+    [file] = data_files(several, "train_sft")
+    assert file.name == "train_sft-00000-of-00001.parquet"
+    [file] = data_files(several, "test")
+    assert file.name == "test_sft-00000-of-00001.parquet"
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (None, ["several splits (test_sft, train_gen, train_sft)", 'split = "train_gen"']),
+        ("train", ["data sets: data/train_gen, data/train_sft", 'split = "train_gen"']),
+        ("dev", ["no files of the split 'dev'", "test_sft, train_gen, train_sft"]),
+    ],
+)
+def test_splits_of_one_kind_are_told_apart(several, split, words):
+    with pytest.raises(DataError) as caught:
+        data_files(several, split)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_folders_of_one_kind_are_told_apart(tmp_path):
+    for name in ("train_sft", "train_gen"):
+        write_parquet(tmp_path / name / "0000.parquet", ROWS)
+    with pytest.raises(DataError, match="several data sets: train_gen, train_sft") as caught:
+        data_files(tmp_path)
+    assert 'split = "train_gen"' in caught.value.remedy
+    [file] = data_files(tmp_path, "train_sft")
+    assert file.parent.name == "train_sft"
+
+
+def test_shards_of_any_name_are_a_split(tmp_path):
+    for name in ("train", "holdout"):
+        write_parquet(tmp_path / f"{name}-00000-of-00001.parquet", ROWS)
+    [file] = data_files(tmp_path, "holdout")
+    assert file.name == "holdout-00000-of-00001.parquet"
+    with pytest.raises(DataError, match=r"several splits \(holdout, train\)"):
+        data_files(tmp_path)
+
+
+def test_a_file_beside_a_split_that_names_none_is_told(tmp_path):
+    for name in ("train", "other"):
+        write_parquet(tmp_path / f"{name}.parquet", ROWS)
+    with pytest.raises(DataError, match=r"splits \(train, and files that name none\)"):
+        data_files(tmp_path)
+
+
+def test_a_split_may_have_files_without_the_form_of_shards(tmp_path):
+    names = ("train_0.parquet", "train_1.parquet", "train/part-2.parquet", "train/a/b.parquet")
+    for name in names:
+        write_parquet(tmp_path / name, ROWS)
+    assert len(data_files(tmp_path)) == len(data_files(tmp_path, "train")) == len(names)
+
+
 def test_a_folder_without_data_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DataError, match="no data files") as caught:
@@ -117,6 +191,18 @@ def test_a_list_of_objects_is_rows(tmp_path):
     (tmp_path / "rows.json").write_text('[{"question": "q", "answer": "a"}, 3]')
     with pytest.raises(DataError, match=r"(?s)found a number.*rows.json:row 2"):
         questions(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_field_that_json_has_twice_is_refused(tmp_path, name):
+    """In tables of a row it is the row's own."""
+    file = tmp_path / name
+    file.write_text('{"question": "1+1", "answer": "2", "more": {"a": 1, "a": 2}}')
+    assert questions(file) == ["1+1"]
+    file.write_text('{"question": "1+1", "answer": "2", "answer": "3"}')
+    with pytest.raises(DataError, match="the row has the field 'answer' several times") as caught:
+        questions(file)
+    assert str(file) in caught.value.where
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import datetime
+import decimal
 import json
 import pickle
 import zlib
@@ -100,6 +102,85 @@ def test_responses_get_the_beginning_that_their_prompt_had():
 
 
 @pytest.mark.parametrize(
+    ("responses", "expected"),
+    [
+        (["r1", "r2"], [REPLY["content"], "r1", "r2"]),
+        ([REPLY["content"], "r2", "r2"], [REPLY["content"], "r2"]),
+        (["", "r2"], [REPLY["content"], "", "r2"]),
+    ],
+)
+def test_whole_responses_are_beside_the_last_turn(responses, expected):
+    found = problem({"messages": [USER, REPLY], "responses": responses}, template="chat")
+    assert found.metadata["responses"] == expected
+
+
+def test_a_response_template_makes_the_response_of_a_conversation_too():
+    made = {"template": "chat", "response_template": "so</think>{answer}"}
+    row = {"messages": [USER, REPLY], "answer": "5"}
+    assert "responses" not in problem(row, **made).metadata
+    found = problem(row | {"responses": ["five"]}, **made)
+    assert found.metadata["responses"] == [REPLY["content"], "five"]
+
+
+@pytest.mark.parametrize("nothing", [None, [], {}, "", " \n"], ids=str)
+def test_a_field_without_a_value_is_not_the_prompt(nothing):
+    for template in ("chat", "{question}"):
+        found = problem(
+            {"messages": nothing, "question": "2 + 3?", "answer": "5"}, template=template
+        )
+        assert found.question == "2 + 3?"
+    found = problem({"question": nothing, "prompt": "2 + 3?", "answer": "5"})
+    assert found.question == "2 + 3?"
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt", "question"])
+def test_a_conversation_may_be_text_of_json(field):
+    """As CSV has it."""
+    row = {field: json.dumps([USER, REPLY]), "answer": "5"}
+    found = problem(row, template="chat")
+    assert found.metadata["messages"] == [USER]
+    assert found.metadata["responses"] == [REPLY["content"]]
+    assert "is a conversation" in str(refused(row))
+
+
+def test_messages_that_are_other_text_are_no_prompt():
+    row = {"messages": "[{'role': 'user', 'content': 'hi'}]", "answer": "5"}
+    for template in ("chat", "{question}"):
+        error = refused(row, template=template)
+        assert "field 'messages' is text, and no JSON of a list of messages" in str(error)
+        assert problem({**row, "question": "2 + 3?"}, template=template).question == "2 + 3?"
+    assert (
+        problem({"messages": "2 + 3?", "answer": "5"}, prompt_field="messages").question == "2 + 3?"
+    )
+
+
+def test_values_of_messages_can_be_written_as_json():
+    """Parquet has times and decimals, which rejection sampling writes with the conversation."""
+    more = {
+        "timestamp": datetime.datetime(2023, 4, 9, 0, 12),
+        "scores": [decimal.Decimal("0.5"), {"day": datetime.date(2023, 4, 9), "toxic": False}],
+    }
+    found = problem({"messages": [USER | more], "answer": "5"}, template="chat")
+    [message] = json.loads(json.dumps(found.metadata["messages"]))
+    assert message["timestamp"] == "2023-04-09T00:12:00"
+    assert message["scores"] == ["0.5", {"day": "2023-04-09", "toxic": False}]
+    error = refused({"messages": [USER | {"hash": b"1"}], "answer": "5"}, template="chat")
+    assert "field 'hash' has a value of bytes" in str(error)
+    assert "field 'messages', message 1" in error.where
+
+
+def test_a_message_with_calls_needs_no_content():
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "5"}
+    found = problem({"messages": [USER, calling, result], "answer": "5"}, template="chat")
+    assert found.metadata["messages"][1] == calling | {"content": ""}
+    error = refused({"messages": [USER, calling | {"tool_calls": []}]}, template="chat")
+    assert "content is NoneType" in str(error)
+    assert '"" where it says nothing' in error.remedy
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [
         (USER, "is one message, expected a list of messages"),
@@ -174,6 +255,35 @@ def test_math_500_and_aime_have_a_field_for_it():
     assert (upper.question, upper.answer) == ("Find it.", "204")
 
 
+SOLVED = {
+    "problem": "Find $x$.",
+    "solution": "It is \\boxed{5}.",
+    "messages": [{"role": "user", "content": "Find $x$."}, REPLY],
+}
+
+
+@pytest.mark.parametrize("answer", [{}, {"answer": "5"}], ids=["NuminaMath", "OpenR1-Math"])
+def test_a_conversation_of_math_ends_before_its_solution(answer):
+    found = problem(SOLVED | answer, template="chat")
+    assert found.metadata["messages"] == SOLVED["messages"][:1]
+    assert (found.question, found.answer) == ("Find $x$.", "5")
+    assert found.metadata["responses"] == [REPLY["content"]]
+    plain = problem(SOLVED | answer)
+    assert (plain.question, plain.answer) == ("Find $x$.", "5")
+
+
+def test_a_field_that_is_named_comes_before_the_format_of_math():
+    asked = problem(SOLVED, template="chat", prompt_field="problem")
+    assert (asked.question, asked.answer) == ("Find $x$.", "5")
+    assert "messages" not in asked.metadata
+    told = problem(SOLVED, template="chat", prompt_field="messages")
+    assert told.metadata["messages"] == SOLVED["messages"][:1]
+    assert told.answer == REPLY["content"]
+    solution = problem({"problem": "Find it.", "solution": "Two."}, answer_field="solution")
+    assert solution.answer == "Two."
+    refused(SOLVED, prompt_field="text")
+
+
 def test_a_solution_without_a_box_is_refused():
     error = refused({"problem": "Find $x$.", "solution": "It is 2."})
     assert "no \\boxed" in str(error)
@@ -223,6 +333,18 @@ def test_right_choices_of_gpqa_are_on_every_letter():
         row |= {f"Incorrect Answer {wrong}": f"wrong {wrong}" for wrong in (1, 2, 3)}
         letters.add(problem(row).answer)
     assert letters == set("ABCD")
+
+
+def test_benchmarks_ask_their_own_question():
+    """Not a conversation that is beside it."""
+    messages = [USER, REPLY]
+    gpqa = {"Question": "Which?", "Correct Answer": "right", "messages": messages}
+    gpqa |= {f"Incorrect Answer {number}": f"wrong {number}" for number in (1, 2, 3)}
+    for row in (gpqa, lcb("[]", messages=messages)):
+        found = problem(row, template="chat")
+        assert "messages" not in found.metadata
+        told = problem(row, template="chat", prompt_field="messages")
+        assert told.metadata["messages"] == [USER]
 
 
 @pytest.mark.parametrize("wrong", ["1", "2", "3"])

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_megatron.config.run import DomainConfig
-from grpo_megatron.config.templates import PromptTemplate
+from grpo_megatron.config.templates import PromptTemplate, ResponseTemplate
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Problem
@@ -80,6 +80,13 @@ def test_files(tmp_path, suffix):
     assert len(load_problems(file(path, num_problems=1), 0)) == 1
     chosen = load_problems(file(path, arguments={"domain_field": "topic"}), 0)
     assert [p.question for p in chosen] == ["1+1"]
+
+
+def test_metadata_without_a_value_is_an_empty_text():
+    """As CSV has it."""
+    row = {"context": None, "level": 0}
+    assert PromptTemplate("{metadata[context]}|{metadata[level]}").render("", row) == "|0"
+    assert ResponseTemplate("{metadata[context]}{answer}").response("", "5", row) == "5"
 
 
 def test_the_answer_after_a_marker(tmp_path):

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.prompts import load_prompts, load_splits
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer, token_with_another_id
 from grpo_megatron.errors import DataError
 
+REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
 ROOT = Path(__file__).parents[2]
 PRESET = load_preset("tiny-qwen3-moe")
 ALPHABET = PRESET.tokenizer["alphabet"]
@@ -89,6 +90,31 @@ def test_a_tokenizer_with_an_unknown_token_never_uses_it(tmp_path):
     for call in (lambda: tokenizer.encode("a b"), lambda: tokenizer.encode_batch(["a", "b"])):
         with pytest.raises(DataError, match="no token for 'b'"):
             call()
+
+
+def test_an_unknown_token_that_a_text_has_itself_is_a_token_like_others(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens([AddedToken("<unk>", special=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings_ = {"eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a <unk> a") == [1, 0, 1]
+    with pytest.raises(DataError, match="no token for 'b'"):
+        tokenizer.encode("a <unk> b")
+
+
+def test_a_row_that_the_tokenizer_cannot_write_is_told(tmp_path, tokenizer):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"question": "1+1", "answer": "2"}, {"question": "1€", "answer": "2"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    domain = DomainConfig(name="sums", source="file", path=file, rewards=REWARDS)
+    with pytest.raises(DataError, match="no token for '€'") as caught:
+        load_prompts(domain, 0, tokenizer)
+    assert caught.value.where == f"{file}:2"
 
 
 def test_directories_without_a_tokenizer(tmp_path):
