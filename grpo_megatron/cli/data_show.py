@@ -34,6 +34,7 @@ from grpo_megatron.data.tool_calls import other_format
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.rewards.functions import math_verify
 from grpo_megatron.rewards.pool import Component, RewardPool, components_of, raised_at
+from grpo_megatron.rewards.time_limits import refuse_long_rewards
 from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
 
 Say = Callable[[str], None]
@@ -119,6 +120,7 @@ def _show_domain(
     budget = config.max_new_tokens_of(domain.name)
     components = components_of(domain, budget)
     timeout_s = config.data.reward_timeout_s
+    refuse_long_rewards(components, timeout_s)
     judged = "answer"
     if completion is None:
         verdicts = asyncio.run(_verdicts(domain, components, prompts, timeout_s))

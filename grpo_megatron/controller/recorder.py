@@ -145,12 +145,16 @@ def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int
 
 
 def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
-    """Return the first token up to which the text has at least `end` characters, else the last."""
+    """Return the first token up to which the text has its first `end` characters, whole; the last
+    one where the text is shorter."""
+    text = decode(token_ids.tolist())
 
-    def text_length(token: int) -> int:
-        return len(decode(token_ids[: token + 1].tolist()))
+    def has_them(token: int) -> bool:
+        # A character of several tokens is another one until it has all of them.
+        decoded = decode(token_ids[: token + 1].tolist())
+        return len(decoded) >= end and decoded[:end] == text[:end]
 
-    found = bisect.bisect_left(range(len(token_ids)), end, key=text_length)
+    found = bisect.bisect_left(range(len(token_ids)), True, key=has_them)
     return min(found, len(token_ids) - 1)
 
 

@@ -34,6 +34,26 @@ from grpo_megatron.types import Problem
 _DEFAULT_FIELD: str = DomainConfig.model_fields["prompt_field"].default
 _DEFAULT_ANSWER: str = DomainConfig.model_fields["answer_field"].default
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
+_PRELUDE_MODULES = (
+    "typing",
+    "string",
+    "re",
+    "datetime",
+    "collections",
+    "heapq",
+    "bisect",
+    "copy",
+    "math",
+    "random",
+    "statistics",
+    "itertools",
+    "functools",
+    "operator",
+    "io",
+    "sys",
+    "json",
+)
+"""What LiveCodeBench imports, by star and by name, before each program; of equal names the last."""
 _INCORRECT = ("incorrect_answer_1", "incorrect_answer_2", "incorrect_answer_3")
 
 
@@ -392,7 +412,7 @@ def _program_tests(cases: Sequence[Mapping[str, Any]], details: Any) -> str:
         for case in cases:
             inputs.append(case["input"])
             outputs.append(case["output"])
-        return json.dumps({"inputs": inputs, "outputs": outputs})
+        return json.dumps({"inputs": inputs, "outputs": outputs, "prelude": _prelude()})
     if isinstance(details, str):
         details = json.loads(details)
     function = details["func_name"]
@@ -400,5 +420,16 @@ def _program_tests(cases: Sequence[Mapping[str, Any]], details: Any) -> str:
     for case in cases:
         arguments = [repr(json.loads(line)) for line in case["input"].splitlines()]
         expected = json.loads(case["output"])
-        asserts.append(f"assert Solution().{function}({', '.join(arguments)}) == {expected!r}")
-    return json.dumps({"asserts": asserts, "setup": ""})
+        call = f"Solution().{function}({', '.join(arguments)})"
+        # By JSON, in which the tests are written: a tuple is a list there.
+        asserts.append(f"assert json.loads(json.dumps({call})) == {expected!r}")
+    return json.dumps({"asserts": asserts, "setup": "", "prelude": _prelude()})
+
+
+def _prelude() -> str:
+    """Return the imports that LiveCodeBench puts before a program: the code to begin with has names
+    of theirs, such as `List`."""
+    lines = [f"from {module} import *" for module in _PRELUDE_MODULES]
+    lines.append("from builtins import *")  # modules have names of them: `open`, `pow`, `compile`
+    lines += [f"import {module}" for module in _PRELUDE_MODULES]
+    return "\n".join(lines)

@@ -2,7 +2,6 @@
 start or a job waits in a queue."""
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Sequence
 
@@ -28,8 +27,8 @@ from grpo_megatron.errors import (
     GrpoMegatronError,
     RewardError,
 )
-from grpo_megatron.rewards.code_tests import code_tests
-from grpo_megatron.rewards.pool import Component, components_of
+from grpo_megatron.rewards.pool import components_of
+from grpo_megatron.rewards.time_limits import refuse_long_rewards
 from grpo_megatron.rollout.agent_command import find_program
 from grpo_megatron.rollout.tool_parsers import ToolCallReader, require_format
 from grpo_megatron.types import Problem
@@ -56,12 +55,12 @@ def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
     """Import every domain's rewards and check their arguments against their signatures.
 
     Raises RewardError as the controller would when it starts: one that cannot be imported, or
-    that cannot be called with the recipe's arguments; and for tests of programs that may take
-    longer than a reward. remedy: what else would help."""
+    that cannot be called with the recipe's arguments; and for tests of programs and judges that
+    may take longer than a reward. remedy: what else would help."""
     for domain in config.domains:
         try:
             components = components_of(domain, config.max_new_tokens_of(domain.name))
-            _refuse_long_tests(components, config.data.reward_timeout_s)
+            refuse_long_rewards(components, config.data.reward_timeout_s)
         except RewardError as error:
             _add_remedy(error, remedy)
             raise
@@ -71,23 +70,6 @@ def _add_remedy(error: GrpoMegatronError, remedy: str) -> None:
     """Say what else would help; empty: nothing."""
     if remedy:
         error.remedy = f"{error.remedy or 'correct the recipe'}; {remedy}"
-
-
-def _refuse_long_tests(components: Sequence[Component], limit_s: float) -> None:
-    """RewardError where programs may run for as long as their reward process may take: it would be
-    killed, and the sample unscorable, where the tests have just failed."""
-    default_s: float = inspect.signature(code_tests).parameters["timeout_s"].default
-    for component in components:
-        if component.reward.function is not code_tests:
-            continue
-        timeout_s = component.reward.arguments.get("timeout_s", default_s)
-        if timeout_s >= limit_s:
-            raise RewardError(
-                f"timeout_s = {timeout_s:g} of code_tests is not below data.reward_timeout_s "
-                f"({limit_s:g} s)",
-                where=f"[[domains]] {component.domain}, reward {component.name}",
-                remedy=f"set timeout_s to less, or data.reward_timeout_s to {2 * timeout_s:g}",
-            )
 
 
 def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:

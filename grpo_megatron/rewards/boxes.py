@@ -1,7 +1,6 @@
 """Rewards for boxes in images, for models that answer where something is (VLM-R1,
 arXiv:2504.07615). A box is `[x1, y1, x2, y2]` in pixels, left and top first."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,6 +14,8 @@ from grpo_megatron.rewards.functions import format_tags
 from grpo_megatron.rewards.registry import needs
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
+_FARTHEST_PIXEL = 1e9
+"""Further than any image reaches. Beyond it areas overflow, and nothing is their share."""
 _BOX = re.compile(rf"\[\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\]")
 
 Box = tuple[float, float, float, float]
@@ -83,11 +84,13 @@ def format_box(
 
 
 def _box_of(text: str) -> Box | None:
-    """The first box of a text."""
+    """The first box of a text; None where there is none, or it is in no image."""
     found = _BOX.search(text)
     if found is None:
         return None
-    left, top, right, bottom = json.loads(f"[{', '.join(found.groups())}]")
+    left, top, right, bottom = map(float, found.groups())
+    if max(abs(left), abs(top), abs(right), abs(bottom)) > _FARTHEST_PIXEL:
+        return None
     return left, top, right, bottom
 
 

@@ -4,7 +4,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -25,10 +25,15 @@ _EXACT_MATCH = "grpo_megatron.rewards.functions:exact_match"
 _CURRENCY = r"(?:\\?\$|[€£¥])"
 # A sign counts only where no operand stands before it: "42-17" ends with 17, "x = -17" with -17.
 _NUMBER = re.compile(
-    rf"(?:(?<![\d)])[-+]{_CURRENCY}?)?(?:\d+ (?=\d+/\d))?(?:\d+(?:,\d{{3}})+|\d+|(?=\.\d))"
+    rf"(?:(?<![\d)])[-+](?:{_CURRENCY} ?)?)?(?:\d+ (?=\d+/\d))?"
+    r"(?:\d+(?:,\d{3})+|\d+|(?=\.\d))"
     r"(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!\d)"
 )
-_SIGN_OF_MONEY = re.compile(rf"([-+]?)\s*{_CURRENCY}")
+_WRITTEN_NUMBER = re.compile(
+    r"[-+]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
+)
+"""A decimal number: its commas, if any, stand between all of its thousands."""
+_SIGN_OF_MONEY = re.compile(rf"([-+]?)\s*{_CURRENCY}\s*")
 _MIXED = re.compile(r"([-+]?)(\d[\d,]*) (\d+/\d+)")
 _UNSPACED = {"han", "hiragana", "katakana", "khmer", "lao", "myanmar", "thai", "tibetan"}
 NOT_PROSE = re.compile(
@@ -64,9 +69,9 @@ def numeric_match(
     think_tag: str | None = None,
 ) -> float:
     """1 where the last number of the completion equals the answer, else 0; NaN where the answer
-    is not a number. Numbers may have a sign, a currency, thousands separators, decimals, or be
+    is not a number. Numbers may have a sign, a currency, commas between thousands, decimals, or be
     fractions and mixed numbers (`3 1/2`); they are compared exactly (`0.5` equals `1/2`), up to an
-    absolute difference of `tolerance`."""
+    absolute difference of `tolerance`, its bound included."""
     expected = _number(plain_numbers(answer))
     if expected is None:
         return math.nan
@@ -75,7 +80,8 @@ def numeric_match(
     value = None
     if found:
         value = _number(found[-1])
-    return float(value is not None and abs(value - expected) <= Fraction(tolerance))
+    bound = Fraction(str(tolerance))  # as it is written: the float 0.3 is less than 3/10
+    return float(value is not None and abs(value - expected) <= bound)
 
 
 @needs("math_verify", check=check_tags)
@@ -306,14 +312,21 @@ def _number(text: str) -> Fraction | None:
     mixed = _MIXED.fullmatch(text)
     if mixed is not None:
         return _mixed_number(*mixed.groups())
-    top, slash, bottom = text.replace(",", "").partition("/")
-    try:
-        value = Fraction(Decimal(top))
-        if slash:
-            value /= Fraction(Decimal(bottom))
-        return value
-    except (InvalidOperation, OverflowError, ValueError, ZeroDivisionError):
+    top, slash, bottom = text.partition("/")
+    value = _decimal_number(top)
+    if slash and value is not None:
+        divisor = _decimal_number(bottom)
+        if not divisor:
+            return None
+        value /= divisor
+    return value
+
+
+def _decimal_number(text: str) -> Fraction | None:
+    text = text.strip()
+    if not _WRITTEN_NUMBER.fullmatch(text):
         return None
+    return Fraction(Decimal(text.replace(",", "")))
 
 
 def _mixed_number(sign: str, whole: str, fraction: str) -> Fraction | None:

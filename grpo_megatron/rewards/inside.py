@@ -2,7 +2,7 @@
 and asks the candidate's process, which need not be trusted, for what is the candidate's.
 
     judge SOCKET < {"setup": source, "asserts": [source]}
-    serve SOCKET PROGRAM
+    serve SOCKET PRELUDE PROGRAM
 
 The judge prints `s` once the other end has started and `setup` has run, then for each assert `1`
 (passed), `0` (failed) or `?` (the test itself is no good)."""
@@ -18,6 +18,10 @@ from typing import Any
 
 PLAIN = (type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset)
 objects: list[Any] = []  # the candidate's, that are no plain data: the judge has their numbers
+
+
+_NEVER_RAISED = ("StopIteration", "StopAsyncIteration")
+"""They end loops of the judge in place of telling it that something failed."""
 
 
 class BadTest(Exception):
@@ -100,13 +104,26 @@ def plain(value: Any) -> Any:
 
 
 def ask(*request: Any) -> Any:
-    """Have the candidate's process do something; RuntimeError where the candidate raised."""
+    """Have the candidate's process do something; raises what the candidate raised, by kind."""
     asked.append(request[0])
     Sender(outgoing).dump(plain(request))
     failed, value = Receiver(incoming).load()
     if failed:
-        raise RuntimeError(f"the candidate raised {value!r}")
+        raise error_of(*value)
     return value
+
+
+def error_of(kinds: list[str], arguments: tuple[Any, ...]) -> Exception:
+    """Return an exception of the first of these kinds that is Python's own: the nearest one, with
+    its arguments, of what the candidate raised."""
+    for name in kinds:
+        kind = getattr(builtins, name, None)
+        if not isinstance(kind, type) or name in _NEVER_RAISED:
+            continue
+        if issubclass(kind, Exception):
+            error: Exception = kind(*arguments)
+            return error
+    return RuntimeError(*arguments)
 
 
 def judge(setup: str, asserts: list[str]) -> None:
@@ -129,8 +146,9 @@ def judge(setup: str, asserts: list[str]) -> None:
         os.write(1, mark)
 
 
-def serve(path: str) -> None:
-    """Run the candidate's program, then do what the judge asks of its names and objects."""
+def serve(prelude: str, path: str) -> None:
+    """Run the candidate's program after a prelude, then do what the judge asks of its names and
+    objects."""
     names: dict[str, Any] = {"__name__": "program"}
     actions: dict[str, Callable[..., Any]] = {
         "name": names.__getitem__,
@@ -138,16 +156,23 @@ def serve(path: str) -> None:
         "items": list,
         "call": lambda function, args, kwargs: function(*args, **kwargs),
     }
+    execute(prelude, names)
     Sender(outgoing).dump("started")
-    with open(path, encoding="utf-8") as source:
-        exec(compile(source.read(), path, "exec"), names)
+    execute(path, names)
     while True:  # the end of the requests, an exception, ends it
         action, *arguments = Receiver(incoming).load()
         try:
             reply = (False, plain(actions[action](*arguments)))
         except Exception as error:
-            reply = (True, repr(error))
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            reply = (True, plain((kinds, error.args)))
         Sender(outgoing).dump(reply)
+
+
+def execute(path: str, names: dict[str, Any]) -> None:
+    """Run a file; what it defines is in `names` then."""
+    with open(path, encoding="utf-8") as source:
+        exec(compile(source.read(), path, "exec"), names)
 
 
 if __name__ == "__main__":
@@ -162,4 +187,4 @@ if __name__ == "__main__":
         sys.stdout = sys.stderr
         judge(**tests)
     else:
-        serve(sys.argv[3])
+        serve(*sys.argv[3:])

@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_megatron.errors import RewardError
+from grpo_megatron.errors import RewardError, raised_as
 from grpo_megatron.rewards.argument_checks import check_tags
 from grpo_megatron.rewards.registry import needs
 from grpo_megatron.rewards.served import post
 
 _RUBRIC = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").removesuffix("\n")
-_SCORE = re.compile(r"^\W*(\d+)\W*:\W*(\d+(?:\.\d+)?)", re.MULTILINE)
+_SCORE = re.compile(
+    r"^\W*(?P<number>\d+)[^\w\n]*:[^\w\n]*?(?P<score>[-−]?\d+(?:\.\d+)?)(?P<rest>.*)$", re.MULTILINE
+)
+_NO_WORDS = re.compile(r"\W*(?:10\W*)?")
+"""What may stand behind a score that is the verdict: nothing, or of how many."""
+_END_OF_THOUGHT = "</think>"
+_BEGIN_OF_THOUGHT = "<think>"
 _DEFAULT_CRITERIA = ("The response is correct.",)
 
 
@@ -24,14 +30,25 @@ class Criterion(NamedTuple):
     weight: float = 1.0
 
 
-def check_criteria(*, criteria: Sequence[Any] | None = None, **others: object) -> None:
-    """Raise RewardError unless the recipe's `criteria` are a rubric, and `think_tag` is a name."""
+def check_judge(
+    *, criteria: Sequence[Any] | None = None, template: str = _RUBRIC, **others: object
+) -> None:
+    """Raise RewardError unless the recipe's `criteria` are a rubric, `think_tag` is a name, and
+    `template` has no other fields than are filled in."""
     check_tags(**others)
     if criteria is not None:
         read_criteria(criteria, "criteria")
+    with raised_as(
+        RewardError,
+        "template cannot be filled in",
+        (AttributeError, LookupError, TypeError, ValueError),
+        remedy="its fields are {criteria}, {prompt}, {answer} and {completion}; write literal "
+        "braces as {{ and }}",
+    ):
+        template.format(criteria="", prompt="", answer="", completion="")
 
 
-@needs(check=check_criteria)
+@needs(check=check_judge)
 async def judge(
     completion: str,
     answer: str,
@@ -57,6 +74,9 @@ async def judge(
     the thought is judged, 0 where nothing does. `template` has the fields criteria, prompt, answer
     and completion; the reply has to score every criterion.
 
+    A judge may think before it scores; what counts stands behind its `</think>`. A reply without
+    that end which `max_tokens` has cut is no verdict.
+
     RewardError after `attempts` replies that do not, and where nothing says by what to judge."""
     rubric = _rubric(metadata, criteria_field, criteria)
     if think_tag is not None:
@@ -73,11 +93,18 @@ async def judge(
     }
     for _ in range(attempts):
         reply = await post(f"{url}/v1/chat/completions", body, timeout_s, api_key)
-        said = reply["choices"][0]["message"]["content"] or ""
-        scores = _scores(said, len(rubric))
+        choice = reply["choices"][0]
+        said = choice["message"]["content"] or ""
+        is_cut = choice.get("finish_reason") == "length"
+        scores = _scores(_verdict(said, is_cut=is_cut), len(rubric))
         if scores:
             return _weighted_mean(scores, rubric) / 10
-    raise RewardError(f"the judge did not score every criterion: {said[:200]!r}", where=url)
+    remedy = None
+    if is_cut:
+        remedy = f"max_tokens = {max_tokens} has cut its reply; raise it"
+    raise RewardError(
+        f"the judge did not score every criterion: {said[:200]!r}", where=url, remedy=remedy
+    )
 
 
 def _rubric(
@@ -143,11 +170,30 @@ def without_thought(prompt: str, completion: str, think_tag: str) -> tuple[str, 
     return prompt, behind.lstrip()
 
 
-def _scores(reply: str, num_criteria: int) -> list[float]:
-    """Return one score in [0, 10] for each criterion, in order; empty where one lacks it."""
-    by_number = {}
-    for number, score in _SCORE.findall(reply):
-        by_number[int(number)] = float(score)
+def _verdict(reply: str, *, is_cut: bool) -> str:
+    """Return what a judge says behind its thought: nothing where that does not end."""
+    _, end_of_thought, verdict = reply.rpartition(_END_OF_THOUGHT)
+    if end_of_thought:
+        if is_cut:  # within its last line
+            verdict = verdict.rpartition("\n")[0]
+        return verdict
+    if is_cut or _BEGIN_OF_THOUGHT in reply:
+        return ""
+    return reply
+
+
+def _scores(verdict: str, num_criteria: int) -> list[float]:
+    """Return one score in [0, 10] for each criterion, in order; empty where one lacks it.
+
+    The last line of a criterion counts that has nothing but its score, else its last line."""
+    by_number: dict[int, float] = {}
+    alone: dict[int, float] = {}
+    for line in _SCORE.finditer(verdict):
+        number = int(line["number"])
+        by_number[number] = float(line["score"].replace("−", "-"))
+        if _NO_WORDS.fullmatch(line["rest"]):
+            alone[number] = by_number[number]
+    by_number |= alone
     scores = []
     for number in range(1, num_criteria + 1):
         score = by_number.get(number)

@@ -6,6 +6,7 @@ nothing that a completion could be held against."""
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,36 @@ _REPEATING = re.compile(r"(?<![\d.])(\d{0,9})\.(\d{0,9})\\overline\{(\d{1,9})\}"
 _ROOT = re.compile(r"√\s*(?:([\d.]+|[a-zA-Z])|\(([^()]*)\))")
 _MIXED = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])")
 _MIXED_ALONE = re.compile(r"(?<=[{$])([-+]?\d+) (\d+)/(\d+)(?=[}$])")
+
+_FRACTION_OF_PERCENT = re.compile(
+    r"(?<![\d.}])(?P<whole>\d{1,9})?\\[dt]?frac(?:\{(?P<top>\d{1,9})\}\{(?P<bottom>[1-9]\d{0,8})\}"
+    r"|[ ]?(?P<short_top>\d)(?P<short_bottom>[1-9]))[ ]*\\?%"
+)
+"""math-verify reads it as the text that it is."""
+
+_SCALES = {
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+_SCALE = rf"(?:{'|'.join(_SCALES)})s?"
+_SCALED = re.compile(
+    rf"""
+    (?<![\w.,/^])(?<!\d[-–])(?<!\d[ ][-–][ ])
+    (?P<open>\\boxed\{{[ ]*(?:\\?\$)?[-+]?|\$[-+]?)?
+    (?:(?:(?P<whole>\d{{1,9}})[ ])?(?P<top>\d{{1,9}})/(?P<bottom>[1-9]\d{{0,8}})
+        |(?P<decimal>(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d{{1,15}})(?:\.\d{{1,15}})?))
+    (?P<close>(?(open)\}}?\$?|))
+    (?:[ ~]|\\[ ,;:])*
+    (?P<text>\\(?:text|textbf|textrm|mathrm|mbox)\{{[ ]*)?
+    (?P<scales>{_SCALE}(?:[ ]{_SCALE})*)(?![\w-])
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""A number before words for powers of ten, which may stand behind its box or its dollars."""
 
 _LATEX_OF_SIGNS = {
     "±": r"\pm ",
@@ -46,10 +77,38 @@ _NAME = re.compile(r"(?<![A-Za-z\\])(pi|log|ln|sin|cos|tan)(?![A-Za-z])")
 # --- one number
 
 _NO_UNIT = r"(?:pi|log|ln|sin|cos|tan|sqrt|and|or|to|mod|choose|over|times|plus|minus|negative)\b"
+_PARTS = "thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?"
+_CHANGED_BY_WORDS_BEFORE = re.compile(
+    rf"""
+    \b(?:square|cube|cubic|sqrt|squared|cubed|factorials?|logarithms?|log|ln|sin|cos|tan|inverse
+        |reciprocal|opposite|negation|double|twice|triple|thrice|half|halves|times|plus|minus
+        |negative|not|no|never|neither|nor|except|without|than|below|undefined|modulo|mod
+        |(?:roots?|powers?|multiples?|absolute[ ]value|floor|ceiling|{_PARTS})[ ]of)\b
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_SAYS_WHAT_IT_IS = re.compile(
+    r"(?:\b(?:is|are|was|were|be|equals)(?: (?:about|approximately|roughly|around|nearly|almost"
+    r"|exactly|only|just))?|:) *",
+    re.IGNORECASE,
+)
+"""The end of words that name the number, whatever they are: "the square root is"."""
+_CHANGED_BY_WORDS_BEHIND = re.compile(
+    rf"""
+    ^[ ](?:squared|cubed|factorial|radical|(?:square[ ]|cube[ ])?root(?=[ ]\w)|modulo|raised
+        |divided|multiplied|out[ ]of|half|halves|{_PARTS}
+        |(?:hundred|thousand|million|billion)ths?|tens|{_SCALE}|lakhs?|crores?|mln|bn)\b
+    |\b(?:below|hundreds?|thousands?|millions?|billions?|trillions?)\b
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Behind a number it is the word next to it that makes another one of it, as no unit does."""
 _UNIT_OF_ONE_LETTER = r"[msghlLACFJKNVW](?=$|[ /.^²³])"
 _ONE_NUMBER = re.compile(
     rf"""
-    (?:(?:[^\W\d_][^\d=+*/^<>\\{{}}()\[\]-]{{0,80}})?\b(?!{_NO_UNIT})[^\W\d_]{{2,}}:?[ ]+)?
+    (?P<before>
+        (?:[^\W\d_][^\d=+*/^<>\\{{}}()\[\]-]{{0,80}})?\b(?!{_NO_UNIT})[^\W\d_]{{2,}}:?[ ]+
+    )?
     (?:[≈~=:][ ]*)?
     (?P<sign>[-+]?)[ ]*
     (?:(?:\\?\$|[€£¥])[ ]*(?P<inner_sign>[-+]?))?
@@ -69,7 +128,8 @@ _ONE_NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-"""A number alone, or with words or a currency before it, a percent sign or a unit behind it."""
+"""A number alone, or with words or a currency before it, a percent sign or a unit behind it. The
+words may still make another number of it."""
 
 # --- formulas
 
@@ -99,13 +159,15 @@ def plain_numbers(text: str) -> str:
 
 
 def plain_signs(text: str) -> str:
-    """Return a text whose numbers are plain, and whose repeating decimals, exponents, roots and
-    mixed numbers are such as math-verify reads."""
+    """Return a text whose numbers are plain, without words for powers of ten, and whose repeating
+    decimals, exponents, roots, mixed numbers and percents are such as math-verify reads."""
     text = plain_numbers(text)
     text = text.replace("²", "^2").replace("³", "^3")
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _ROOT.sub(_latex_of_root, text)
-    return _MIXED_ALONE.sub(r"\1\\frac{\2}{\3}", text)
+    text = _SCALED.sub(_scaled, text)
+    text = _MIXED_ALONE.sub(r"\1\\frac{\2}{\3}", text)
+    return _FRACTION_OF_PERCENT.sub(_fraction_of_percent, text)
 
 
 def _fraction_of_repeating(found: re.Match[str]) -> str:
@@ -114,6 +176,32 @@ def _fraction_of_repeating(found: re.Match[str]) -> str:
     not_repeated = int(f"0{whole}{once}")
     bottom = (10 ** len(repeated) - 1) * 10 ** len(once)
     return rf"\frac{{{all_digits - not_repeated}}}{{{bottom}}}"
+
+
+def _scaled(found: re.Match[str]) -> str:
+    if found["decimal"]:
+        number = Fraction(found["decimal"].replace(",", ""))
+    else:
+        number = _mixed_number(found["whole"], found["top"], found["bottom"])
+    for scale in found["scales"].lower().split():
+        number *= _SCALES[scale.removesuffix("s")]
+    return f"{found['open'] or ''}{_latex_of(number)}{found['close']}{found['text'] or ''}"
+
+
+def _fraction_of_percent(found: re.Match[str]) -> str:
+    top = found["top"] or found["short_top"]
+    bottom = found["bottom"] or found["short_bottom"]
+    return _latex_of(_mixed_number(found["whole"], top, bottom) / 100)
+
+
+def _mixed_number(whole: str | None, top: str, bottom: str) -> Fraction:
+    return int(whole or 0) + Fraction(int(top), int(bottom))
+
+
+def _latex_of(number: Fraction) -> str:
+    if number.denominator == 1:
+        return str(number.numerator)
+    return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
 def _latex_of_root(found: re.Match[str]) -> str:
@@ -145,6 +233,8 @@ def _parsed_whole(answer: str) -> list[Any]:
     number = _ONE_NUMBER.fullmatch(answer)
     if not has_digits:
         parsed = _parsed_without_digits(answer.translate(_SIGNS))
+    elif number is not None and _is_changed_by_words(number):
+        parsed = []
     elif number is not None:
         parsed = _parsed_number(number)
     else:
@@ -152,6 +242,16 @@ def _parsed_whole(answer: str) -> list[Any]:
     if not parsed:
         return []
     return [*parsed, answer]  # what writes the same is right, however math-verify reads that
+
+
+def _is_changed_by_words(found: re.Match[str]) -> bool:
+    """Whether words around a number make another one of it, "square root of 2" or "5 squared", or
+    say what it is not."""
+    before = (found["before"] or "").rstrip()
+    says_what_it_is = any(said.end() == len(before) for said in _SAYS_WHAT_IT_IS.finditer(before))
+    if not says_what_it_is and _CHANGED_BY_WORDS_BEFORE.search(before):
+        return True
+    return _CHANGED_BY_WORDS_BEHIND.search(found["unit"] or "") is not None
 
 
 def _has_environment(answer: str) -> bool:
@@ -204,7 +304,7 @@ def _parsed_number(found: re.Match[str]) -> list[Any]:
     if "-" in (found["sign"], found["inner_sign"]):
         number = f"-{number}"
     if found["percent"]:
-        number += r"\%"
+        number = _FRACTION_OF_PERCENT.sub(_fraction_of_percent, number + r"\%")
     parse: Callable[[str], list[Any]] = _parsed
     if "\\" in number:
         parse = _parsed_latex

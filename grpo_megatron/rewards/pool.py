@@ -159,8 +159,9 @@ class RewardPool:
     here. Calls wait in one queue: a process has at most CHUNK_CALLS of them at a time. A host that
     goes is asked nothing any more, and the others get what it had.
 
-    A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its process
-    is replaced where it was killed. A process runs `concurrency` coroutines at a time. What rewards
+    A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted, and the sum
+    of its sample is NaN too, unless its component weighs 0; its process is replaced where it was
+    killed. A process runs `concurrency` coroutines at a time. What rewards
     print goes to `log_path`. `budgets`: the length budget of domains, in tokens. RewardError as by
     `components_of`."""
 
@@ -214,7 +215,8 @@ class RewardPool:
         self, groups: Sequence[AnyGroup], *, is_counted: bool = True
     ) -> list[ScoredGroup]:
         """Score every completion of every group, in the given order. May run concurrently.
-        `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip.
+        `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip; NaN
+        where a component that weighs something failed.
 
         is_counted: whether `take_metrics` returns the failures. RewardError where a function failed
         on every sample, or keeps killing its process."""
@@ -380,6 +382,7 @@ class RewardPool:
         domain = group.prompt.domain
         components = [self.components[index] for index in self._of_domain[domain]]
         table = np.empty((len(group.completions), len(components)), np.float64)
+        has_failed = np.zeros(table.shape, bool)
         steps: list[tuple[tuple[int, float], ...]] = []
         for sample in range(len(group.completions)):
             of_sample = []
@@ -389,6 +392,7 @@ class RewardPool:
             for column, component in enumerate(components):
                 outcome = outcomes[first + column]
                 table[sample, column] = outcome.value
+                has_failed[sample, column] = outcome.failure != ""
                 if is_spoilt:
                     table[sample, column] = np.nan
                     continue
@@ -397,6 +401,9 @@ class RewardPool:
             steps.append(tuple(of_sample))
         weights = np.asarray([component.weight for component in components])
         rewards = weighted_sum(table, weights, self._clips[domain])
+        # A sum without the part that failed would be that of a bad answer.
+        is_unscorable = (has_failed & (weights != 0)).any(axis=1)
+        rewards = np.where(is_unscorable, np.nan, rewards)
         by_name = {}
         for column, component in enumerate(components):
             by_name[component.name] = table[:, column].copy()

@@ -15,6 +15,7 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.rewards import functions
 from tests.data.chat_templates import TEMPLATES, write_tokenizer
+from tests.rewards.sandboxes import needs_sandbox
 
 REWARDS = "grpo_megatron.rewards.functions"
 RECIPE = """
@@ -225,6 +226,20 @@ def test_what_a_reward_raises_is_told_without_a_traceback(show, tmp_path):
     code, text = show('domains.0.rewards=[{function="picky_reward:text"}]', rows=rows)
     assert code == 10 and "must return a number or None, not str '6'" in text
     assert "registry.py" not in text
+
+
+@needs_sandbox
+def test_tests_that_a_run_refuses_are_refused(show):
+    """And not run, to be told as a broken function when their process is ended."""
+    rewards = (
+        f'domains.0.rewards=[{{function="{REWARDS}:code_tests", arguments={{timeout_s=30.0}}}}]'
+    )
+    rows = [{"question": "Add.", "answer": '{"inputs": ["1 2"], "outputs": ["3"]}'}]
+    for completion in ([], ["--completion", "```python\nwhile True: pass\n```"]):
+        code, text = show(rewards, *completion, rows=rows)
+        assert code == 10
+        assert "timeout_s = 30 of code_tests is not below data.reward_timeout_s (5 s)" in text
+        assert "[[domains]] sums, reward code_tests" in text and "timed out" not in text
 
 
 def test_a_reward_that_is_not_there_is_an_error_of_rewards(show):

@@ -40,6 +40,19 @@ def test_the_token_that_reaches_a_place(end, token):
     assert token_at(np.array([1, 2, 0, 3]), end, decode) == token
 
 
+def decode_bytes(ids) -> str:
+    """As a byte-level tokenizer does: an incomplete character is U+FFFD."""
+    return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["ab\n\ncd", "你好。\n\n好", "x 😀\n\ny", "é\n\né", "👍🏽é"])
+def test_a_character_of_several_tokens_ends_at_its_last(text):
+    ids = np.frombuffer(text.encode(), np.uint8)
+    for end in range(1, len(text) + 1):
+        whole = len(text[:end].encode())
+        assert token_at(ids, end, decode_bytes) == whole - 1
+
+
 def scored(name, completions, steps=(), replica=0):
     group = RolloutGroup(Prompt(name, "d", "", (1,), ""), completions, replica)
     rewards = np.arange(len(completions), dtype=float)

@@ -15,6 +15,8 @@ import pytest
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.data.row_formats import last_boxed, problem_of
 from grpo_megatron.errors import DataError
+from grpo_megatron.rewards.code_tests import code_tests
+from tests.rewards.sandboxes import needs_sandbox
 
 REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
 WHERE = "rows.jsonl:7"
@@ -409,7 +411,8 @@ def packed(text) -> str:
 def test_live_code_bench_has_tests_of_programs(private):
     found = problem(lcb(private))
     assert found.question == "Print the sum."
-    assert json.loads(found.answer) == {"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10\n"]}
+    tests = json.loads(found.answer)
+    assert (tests["inputs"], tests["outputs"]) == (["1 2\n", "5 5\n"], ["3\n", "10\n"])
     assert found.metadata["difficulty"] == "easy"
     assert "private_test_cases" not in found.metadata
 
@@ -424,7 +427,39 @@ def test_live_code_bench_has_tests_of_methods():
     )
     found = problem(row)
     assert "class Solution:" in found.question
-    assert json.loads(found.answer)["asserts"] == ["assert Solution().f([1, 2], 'a') == True"]
+    assert json.loads(found.answer)["asserts"] == [
+        "assert json.loads(json.dumps(Solution().f([1, 2], 'a'))) == True"
+    ]
+
+
+STARTER = "class Solution:\n    def pair(self, numbers: List[int]) -> Optional[List[int]]:\n"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("body", "score"),
+    [
+        ("return [numbers[0], gcd(*numbers)]", 1),
+        ("return numbers[0], math.gcd(*numbers)", 1),  # a tuple
+        ("return list(Counter(numbers))[:1] + [reduce(gcd, numbers)]", 1),
+        ("return [numbers[0]]", 0),
+        ("return {4, 2}", 0),
+        ("return print", 0),
+    ],
+)
+def test_the_code_to_begin_with_runs_as_it_is(body, score):
+    case = {"input": "[4, 6]", "output": "[4, 2]", "testtype": "functional"}
+    details = json.dumps({"func_name": "pair"})
+    row = lcb("[]", public_test_cases=json.dumps([case]), starter_code=STARTER, metadata=details)
+    completion = f"```python\n{STARTER}        {body}\n```"
+    assert code_tests(completion, problem(row).answer, timeout_s=60.0) == score
+
+
+@needs_sandbox
+def test_programs_of_live_code_bench_may_leave_out_imports():
+    tests = problem(lcb(json.dumps(MORE))).answer
+    program = "print(reduce(operator.add, map(int, input().split())))"
+    assert code_tests(f"```python\n{program}\n```", tests, timeout_s=60.0) == 1
 
 
 def test_a_pickle_that_would_call_something_is_refused():

@@ -166,6 +166,28 @@ def test_tests_of_programs_end_before_their_process_does(queued, capsys, setting
     assert main([*command, *settings, "data.reward_timeout_s=2000"]) == 0
 
 
+@pytest.mark.parametrize(
+    "function",
+    ["judge:judge", "judge:reward_model", "step_rewards:process_reward_model"],
+)
+def test_judges_answer_before_their_process_ends(queued, capsys, function):
+    name = function.partition(":")[2]
+    reward = (
+        f'domains.0.rewards=[{{ function = "grpo_megatron.rewards.{function}", '
+        'arguments = { url = "http://judge:8000", model = "judge" } }]'
+    )
+    command = ["submit", RECIPE, "--site", "bare", reward, "domains.0.accuracy=null"]
+    assert main(command) == 10
+    said = capsys.readouterr().err
+    assert f"timeout_s = 60 of {name} is not below data.reward_timeout_s (5 s)" in said
+    assert f"[[domains]] addition, reward {name}" in said
+    assert "data.reward_timeout_s to 120" in said and queued == []
+    assert main([*command, "data.reward_timeout_s=61"]) == 0
+    assert main([*command, "domains.0.rewards.0.arguments.timeout_s=4"]) == 0
+    assert main([*command, "domains.0.rewards.0.arguments.timeout_s=much"]) == 10
+    assert "timeout_s = 'much'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "submit"])
 @pytest.mark.parametrize(
     ("turns", "words"),

@@ -402,6 +402,13 @@ def f(x): return 0""",
     "None": "def f(x): return None",
     "wrong type": "def f(x): return str(x + 1)",
     "almost": "def f(x): return x + 1 if x > 1 else x",
+    "raises": "def f(x): raise AssertionError",
+    "raises something else": "import os\ndef f(x): raise type('os', (Exception,), {})('system')",
+    "raises what no exception takes": """
+class Any(Exception):
+    args = 3
+Any.__name__ = 'UnicodeDecodeError'
+def f(x): raise Any""",
 }
 
 # Those that only the limit of time ends.
@@ -493,6 +500,25 @@ HONEST_ASSERTS = {
     "state": (
         "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
         ["assert f() == 1", "assert f() == 2"],
+        "",
+    ),
+    "an exception": (
+        "class Bad(ValueError): pass\ndef f(x): raise Bad('no', x)",
+        [
+            "try:\n    f(1)\nexcept ValueError as error:\n    assert error.args == ('no', 1)\n"
+            "else:\n    assert False",
+            "import contextlib\nwith contextlib.suppress(ValueError):\n    f(1)",
+        ],
+        "",
+    ),
+    "an exception of its own": (
+        "class Bad(Exception): pass\ndef f(x): raise Bad",
+        ["try:\n    f(1)\nexcept Exception:\n    pass\nelse:\n    assert False"],
+        "",
+    ),
+    "a missing attribute": (
+        "class Box: pass",
+        ["assert not hasattr(Box(), 'size')", "assert getattr(Box(), 'size', 3) == 3"],
         "",
     ),
     "infinity": ("def f(): return float('inf')", ["assert f() == float('inf')"], ""),

@@ -23,6 +23,9 @@ SQUARE = "[10, 20, 30, 40]"
         ("[0, 0, 40, 60]", 400 / 2400),
         ("[30, 20, 50, 40]", 0),  # they touch
         ("[30, 40, 10, 20]", 0),  # right before left
+        ("[010, 020.0, 30, 0040]", 1),
+        (f"[10, 20, 30, {'4' * 5000}]", 0),
+        (f"[{'1' * 400}, 20, {'1' * 400}, 40]", 0),
         ("[10, 20, 30]", 0),
         ("nowhere", 0),
         ("", 0),
@@ -32,7 +35,9 @@ def test_overlap(completion, score):
     assert box_iou(completion, SQUARE, metadata={}) == pytest.approx(score)
 
 
-@pytest.mark.parametrize("answer", ["", "a cat", "[1, 2, 3]", "[5, 5, 5, 9]", "[9, 9, 1, 1]"])
+@pytest.mark.parametrize(
+    "answer", ["", "a cat", "[1, 2, 3]", "[5, 5, 5, 9]", "[9, 9, 1, 1]", f"[1, 1, 2, {'9' * 400}]"]
+)
 def test_an_answer_that_is_no_box_cannot_be_scored(answer):
     assert math.isnan(box_iou(SQUARE, answer, metadata={}))
 

@@ -99,6 +99,9 @@ def test_what_is_wrong_in_the_output():
         "'1 2 3'": 0,
         "' 1 2\\n3'": 0,
         "'1 2\\n3\\n4'": 0,
+        "'1 2\\r\\n3'": 1,
+        "'1 2\\x0c3'": 0,
+        "'1 2\\x853'": 0,
     }
     cases = {text: (f"print({text})", tests) for text in outputs}
     cases["code"] = ("print('1 2\\n3')\nraise SystemExit(1)", tests)
@@ -123,6 +126,8 @@ def test_what_is_wrong_in_the_output():
         '{"asserts": 3}',
         '{"asserts": ["assert f()"], "inputs": [""], "outputs": [""]}',
         '{"inputs": 3, "outputs": 3}',
+        '{"inputs": ["1"], "outputs": ["2"], "prelude": "import ("}',
+        '{"inputs": ["1"], "outputs": ["2"], "prelude": 3}',
         "[" * 10**5,
     ],
 )
@@ -138,6 +143,7 @@ def test_asserts_that_cannot_be_asked_are_unscorable():
         for source in ("assert sum([1]) == 1", "assert f(lambda: 1)", "assert True", "")
     }
     cases["setup"] = (program, asserts("assert f(1)", setup="import no_such_module"))
+    cases["prelude"] = (program, asserts("assert f(1)", prelude="import no_such_module"))
     assert all(math.isnan(value) for value in scores(cases).values())
 
 
@@ -161,10 +167,82 @@ def test_programs_in_a_tag(completion):
 
 
 @needs_sandbox
-def test_a_failing_sandbox_is_unscorable(monkeypatch):
+@pytest.mark.parametrize(
+    ("program", "answer"),
+    [("print(1)", pairs(("", "1"))), ("def f(x): return x", asserts("assert f(1)"))],
+)
+def test_a_failing_sandbox_is_a_failure_of_the_reward(monkeypatch, program, answer):
+    """And so makes the sample unscorable, also beside other rewards."""
     monkeypatch.setattr(sandbox.seccomp, "program", lambda: b"no filter")
-    assert math.isnan(code_tests(block("print(1)"), pairs(("", "1"))))
-    assert math.isnan(code_tests(block("def f(x): return x"), asserts("assert f(1)")))
+    with pytest.raises(RewardError, match="a program could not be isolated: "):
+        code_tests(block(program), answer)
+
+
+@needs_sandbox
+def test_an_output_may_be_as_long_as_the_test_wants():
+    program = "n = int(input())\nprint('\\n'.join(str(i * 7) for i in range(n)))"
+    expected = "\n".join(str(number * 7) for number in range(200_000))
+    assert len(expected) > sandbox.MIB
+    assert code_tests(block(program), pairs(("200000", expected)), **PATIENT) == 1
+    assert code_tests(block(program), pairs(("2000000", expected)), **PATIENT) == 0
+
+
+@needs_sandbox
+@pytest.mark.parametrize("mode", ["all", "fraction"])
+def test_more_tests_than_can_start_in_the_time_are_told(mode):
+    many = pairs(*[("1", "1")] * 10_000)
+    with pytest.raises(RewardError, match="too short to start a program for each of 10000 tests"):
+        code_tests(block("print(1)"), many, timeout_s=1.0, mode=mode)
+    assert code_tests(block("while True: pass"), many, timeout_s=2.0) == 0
+    assert code_tests(block("print(2)"), many, **PATIENT) == 0
+
+
+PRELUDE = "from typing import *\nimport math\nlimit = 3"
+
+
+@needs_sandbox
+def test_a_program_has_the_names_of_the_prelude():
+    signature = "class Solution:\n    def f(self, numbers: List[int]) -> int:\n"
+    cases = {
+        "a method": (
+            f"{signature}        return math.gcd(*numbers)",
+            asserts("assert Solution().f([4, 6]) == 2", prelude=PRELUDE),
+        ),
+        "a future": (
+            f'"""It can."""\nfrom __future__ import annotations\n{signature}        return limit',
+            asserts("assert Solution().f([]) == 3", prelude=PRELUDE),
+        ),
+    }
+    printing = {
+        "names": "print(math.gcd(4, 6))",
+        "a name in a function": "def f(x: int): return math.gcd(x, 6)\nprint(f(4))",
+        "an annotation": "def f(x: List[int]): return x\nprint(f(2))",
+        "its own names": "import sys\nlimit = 2\nif __name__ == '__main__':\n    print(limit)",
+        "a future": "from __future__ import annotations\nprint(math.gcd(4, 6))",
+        "a declared global": "def f():\n    global x\n    x = 2\nf()\nprint(x)",
+        "a class of its own": "import pickle\nclass A: x = 2\n"
+        "print(pickle.loads(pickle.dumps(A())).x)",
+        "exit": "print(2)\nexit()",
+    }
+    for name, program in printing.items():
+        tests = json.dumps({"inputs": [""], "outputs": ["2"], "prelude": PRELUDE})
+        cases[f"printing {name}"] = (program, tests)
+    assert scores(cases) == dict.fromkeys(cases, 1.0)
+    wrong = {
+        "no prelude": ("print(math.gcd(4, 6))", pairs(("", "2"))),
+        "no program": ("print((2)", json.dumps({"inputs": [""], "outputs": ["2"], "prelude": "2"})),
+        "exit code": (
+            "print(2)\nexit(1)",
+            json.dumps({"inputs": [""], "outputs": ["2"], "prelude": PRELUDE}),
+        ),
+    }
+    assert scores(wrong) == dict.fromkeys(wrong, 0.0)
+
+
+@needs_sandbox
+def test_what_a_call_raises_ends_no_loop_of_an_assert():
+    program = "def f(x): raise StopIteration"
+    assert code_tests(block(program), asserts("assert all(map(f, [1, 2]))"), **PATIENT) == 0
 
 
 def test_without_a_sandbox_the_recipe_is_refused(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -96,6 +97,24 @@ def test_exact_match(completion, answer, score):
         ("5-", "5", 1),
         ("$", "5", 0),
         ("3", "$", NAN),
+        ("-$ 5", "-5", 1),
+        ("-$ 5", "5", 0),
+        ("-5", "-$ 5", 1),
+        ("5", "$ 5", 1),
+        ("$ -5", "-5", 1),
+        ("5", "0,5", NAN),
+        ("35", "3,5", NAN),
+        ("123", "1,2,3", NAN),
+        ("1234", "12,34", NAN),
+        ("1234567", "1234,567", NAN),
+        ("500", "0,500", NAN),
+        ("1000", "1_000", NAN),
+        ("1000", "1 000", NAN),
+        ("3", "infinity", NAN),
+        ("1234567.5", "1,234,567.5", 1),
+        ("35 1/2", "3,5 1/2", NAN),
+        ("2500", "5,000/2", 1),
+        ("1", "1e999999999", NAN),
     ],
 )
 def test_numeric_match(completion, answer, score):
@@ -105,6 +124,12 @@ def test_numeric_match(completion, answer, score):
 def test_numeric_tolerance_and_tags():
     assert numeric_match("0.33", "1/3", tolerance=0.01) == 1.0
     assert numeric_match("0.3", "1/3", tolerance=0.01) == 0.0
+    for tolerance in (0.3, 0.6, 0.7, 0.15, 0.35, 1e-6, 2):
+        bound = Decimal(str(tolerance))
+        assert numeric_match(f"{5 + bound:f}", "5", tolerance=tolerance) == 1.0
+        assert numeric_match(f"{5 - bound:f}", "5", tolerance=tolerance) == 1.0
+        beyond = 5 + bound + Decimal("1e-12")
+        assert numeric_match(f"{beyond:f}", "5", tolerance=tolerance) == 0.0
     assert numeric_match("<answer>4</answer> 5", "4", answer_tag="answer") == 1.0
     assert numeric_match("4", "4", answer_tag="answer") == 0.0
 
@@ -244,6 +269,9 @@ def test_extract(completion, content):
         ('   ```python\n   a = """\nb\n"""\n   ```', 'a = """\nb\n"""'),
         ("```python\n    a\n```", "    a"),
         ("``\na\n``", ""),
+        ("```python\r\na = 1\r\nb\r\n```\r\n", "a = 1\nb"),
+        ("```python\na = 'x\u2028y'\n```", "a = 'x\u2028y'"),
+        ("```python\na = 'x\x0cy\x85z'\n```", "a = 'x\x0cy\x85z'"),
     ],
 )
 def test_last_code_block(completion, code):

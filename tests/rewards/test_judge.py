@@ -52,8 +52,8 @@ def served(replies: list, reward, **arguments):
     return asyncio.run(run()), asked
 
 
-def said(text: str) -> dict:
-    return {"choices": [{"message": {"content": text}}]}
+def said(text: str, finish_reason: str = "stop") -> dict:
+    return {"choices": [{"message": {"content": text}, "finish_reason": finish_reason}]}
 
 
 @pytest.mark.parametrize("reward", [judge, reward_model, process_reward_model])
@@ -84,10 +84,69 @@ def test_a_reply_without_every_score_is_asked_for_again():
     assert (value, len(asked)) == (0.4, 2)
 
 
-@pytest.mark.parametrize("replies", [[said("1: 11")], [said("no")], [503], [None]])
+@pytest.mark.parametrize("replies", [[said("1: 11")], [said("1: -3")], [said("no")], [503], [None]])
 def test_a_failing_judge_is_an_error(replies):
     with pytest.raises(RewardError):
         served(replies, judge, timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("<think>\n1: 10 at first, but\n2: 9 no\n</think>\n1: 2\n2: 4", 0.3),
+        ("It may be\n1: 10\n2: 10\n</think>\n\n1: 2\n2: 4", 0.3),  # the prompt began the thought
+        ("1: 2\n2: 4\n2: 10 would need a proof", 0.3),
+        ("1: 2\n2: 10 would need a proof, so\n2: 4", 0.3),
+        ("1: 2 (weak)\n2: 4, as it lacks a proof", 0.3),
+        ("**1: 2**\n**2:** 4/10", 0.3),
+        ("- 1: 2.\n- 2: 4 / 10.", 0.3),
+        ("1:\n2: 4\n1: 2", 0.3),
+        ("1: 2\n1: 3\n2: 3", 0.3),
+    ],
+)
+def test_what_a_judge_says_last_and_alone_is_its_verdict(reply, value):
+    assert served([said(reply)], judge, criteria=["right", "short"])[0] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        said("<think>\n1: 10 seems plausible at first, but\n2: 9", "length"),
+        said("<think>\n1: 10 seems plausible at first, but\n2: 9"),
+        said("1: 10 seems plausible at first, but\n2: 9", "length"),
+        said("so it is</think>\n1: 10\n2: 1", "length"),  # of 10
+        said("1: 8\n2: -3"),
+        said("1: 8\n2: −3"),
+        said("1: 8\n2:"),
+    ],
+)
+def test_a_thought_that_does_not_end_is_no_verdict(reply):
+    with pytest.raises(RewardError, match="did not score every criterion") as caught:
+        served([reply], judge, criteria=["right", "short"], max_tokens=20)
+    is_cut = reply["choices"][0]["finish_reason"] == "length"
+    assert ("max_tokens = 20 has cut its reply" in str(caught.value)) == is_cut
+
+
+def test_scores_before_the_cut_behind_a_thought_count():
+    reply = said("hm</think>\n1: 2\n2: 4\nThe response is", "length")
+    assert served([reply], judge, criteria=["right", "short"])[0] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{question} {completion}", "question"),
+        ("{completion} {}", "index"),
+        ("{completion", "'}'"),
+        ("{completion.score}", "score"),
+        (3, "format"),
+    ],
+)
+def test_a_template_is_tried_before_anything_starts(template, words):
+    arguments = {**PLACE, "template": template}
+    with pytest.raises(RewardError, match="template cannot be filled in") as caught:
+        bind("grpo_megatron.rewards.judge:judge", arguments)
+    assert words in str(caught.value) and "{completion}" in caught.value.remedy
 
 
 RUBRIC = ["It rhymes.", {"criterion": "It is about the sea.", "weight": 3.0}]

@@ -243,6 +243,43 @@ def test_an_answer_matches_itself(answer):
         ("12 cm^2", "12\\text{ cm}^2", "144"),
         ("5 apples", "5", "6"),
         ("3 + 2 = 5", "5", "3"),
+        ("3.5 million", "3500000", "3.5"),
+        ("3.5 million", "3.5 \\times 10^6", "3500"),
+        ("3.5 million", "3.5 million", "3.5 billion"),
+        ("3.5 million", "3.5\\text{ million}", "3.5"),
+        ("3.5 Million", "3.5~\\text{million dollars}", "3.5"),
+        ("$5 million", "5{,}000{,}000", "5"),
+        ("$5 million", "\\$5\\text{ million}", "\\$5"),
+        ("-2 million dollars", "-2000000", "-2"),
+        ("about 5 hundred thousand people", "500000", "500"),
+        ("2 dozen eggs", "24", "2"),
+        ("1,200 dozen", "14400", "1200"),
+        ("5 thousand", "5,000", "5"),
+        ("1/2 million", "500000", "1/2"),
+        ("2 1/2 million", "2500000", "2"),
+        ("1/3 dozen", "4", "1/3"),
+        ("x = 2 million", "2000000", "2"),
+        ("$3.5$ million", "3500000", "3.5"),
+        ("5 dollars per dozen", "5", "60"),
+        ("7 1/2%", "7.5\\%", "7"),
+        ("7 1/2%", "7\\frac12\\%", "7.5"),
+        ("7\\frac{1}{2}\\%", "0.075", "7"),
+        ("-7 1/2%", "-7.5\\%", "7.5\\%"),
+        ("12 1/2 percent", "12.5\\%", "12"),
+        ("1/2%", "0.5\\%", "1/2"),
+        ("33 1/3%", "\\frac{1}{3}", "33"),
+        ("0.5%", "\\frac{1}{2}\\%", "\\frac{1}{2}"),
+        ("the square root is 5", "5", "25"),
+        ("It is not prime: 5", "5", "25"),
+        ("5 square meters", "5", "25"),
+        ("5 meters squared", "5", "25"),
+        ("2 real roots", "2", "4"),
+        ("5 seconds", "5", "6"),
+        ("5 months", "5", "6"),
+        ("5 widths", "5", "6"),
+        ("a total of 5", "5", "6"),
+        ("Section 5", "5", "6"),
+        ("at least 5 people", "5", "6"),
     ],
 )
 def test_what_an_answer_means(answer, right, wrong):
@@ -269,11 +306,62 @@ def test_what_an_answer_means(answer, right, wrong):
         "1/0",
         "5 ⊕ 3",
         "even",
+        "square root of 5",
+        "sqrt of 5",
+        "cube root of 5",
+        "a square root of 5",
+        "5 squared",
+        "5 cubed",
+        "5 factorial",
+        "5 root two",
+        "5 square root of two",
+        "5 raised to the power of two",
+        "5 out of ten",
+        "5 halves",
+        "5 thirds",
+        "5 hundredths",
+        "5 thousandths",
+        "5 tenths of a mile",
+        "5 per hundred",
+        "5 crore",
+        "5 million-dollar houses",
+        "2 thousand five hundred",
+        "1,5 million",
+        "5-6 million",
+        "1.5e3 million",
+        "10^5 million",
+        "1/0 million",
+        "twice 5",
+        "half of 5",
+        "one half of 5",
+        "a third of 5",
+        "log of 5",
+        "factorial of 5",
+        "reciprocal of 5",
+        "5 degrees below zero",
+        "not 5",
+        "x is not 5",
+        "all x except 5",
+        "less than 5",
+        "undefined at 5",
     ],
 )
 def test_what_is_no_single_value_cannot_be_scored(answer):
     for completion in ("$\\boxed{5}$", "$\\boxed{2}$", answer):
         np.testing.assert_equal(math_verify(completion, answer), math.nan)
+
+
+def test_a_word_for_a_power_of_ten_may_stand_behind_the_box():
+    for completion in (
+        "So $\\boxed{3.5}$ million.",
+        "So $\\boxed{\\$3.5}$ million dollars.",
+        "3.5 million",
+    ):
+        assert math_verify(completion, "3.5 million") == 1
+        assert math_verify(completion, "3500000") == 1
+        assert math_verify(completion, "3.5") == 0
+    assert math_verify("In 5 million years it is $\\boxed{3.5}$.", "3.5") == 1
+    assert math_verify("$\\boxed{\\frac{1}{2}}$, a million times", "1/2") == 1
 
 
 @pytest.mark.parametrize("answer", ["2^{10}", "3, 5, 7", "1 1/2", "5!"])

@@ -160,12 +160,30 @@ def test_components_are_weighted_and_skipped():
             {"function": f"{HOSTILE}:length", "weight": -0.5, "name": "brevity"},
         )
     ]
-    [scored], _ = score(domains, [group(["10", "None", "raise"])])
+    [scored], _ = score(domains, [group(["10", "None", "nan"])])
     np.testing.assert_equal(scored.components["obey"], [10, math.nan, math.nan])
-    np.testing.assert_equal(scored.components["brevity"], [2, 4, 5])
-    np.testing.assert_equal(scored.rewards, [19, -2, -2.5])
+    np.testing.assert_equal(scored.components["brevity"], [2, 4, 3])
+    np.testing.assert_equal(scored.rewards, [19, -2, -1.5])
     table = np.array([[math.nan, math.nan], [1, math.nan]])
     np.testing.assert_equal(weighted_sum(table, np.array([1.0, 1.0])), [math.nan, 1])
+
+
+@pytest.mark.parametrize("order", ["raise", "loop", "exit"])
+@pytest.mark.parametrize("weight", [2.0, -1.0, 0.0])
+def test_a_component_that_fails_makes_its_sample_unscorable(order, weight):
+    """What the other components say alone would be the reward of a bad answer."""
+    length = {"function": f"{HOSTILE}:length", "weight": 0.5}
+    domains = [domain({"function": OBEY, "weight": weight}, length)]
+    timeout_s = 60.0
+    if order == "loop":
+        timeout_s = TIMEOUT_S
+    [scored], _ = score(domains, [group(["10", order, "0"])], timeout_s=timeout_s)
+    np.testing.assert_equal(scored.components["obey"], [10, math.nan, 0])
+    np.testing.assert_equal(scored.components["length"], [2, len(order), 1])
+    of_failed = math.nan
+    if weight == 0:  # it says nothing that the sum has
+        of_failed = len(order) / 2
+    np.testing.assert_equal(scored.rewards, [10 * weight + 1, of_failed, 0.5])
 
 
 def test_step_rewards_are_kept_beside_their_sum():
