@@ -169,6 +169,13 @@ def count_policy_tokens(turns: Sequence[Turn], num_tokens: int) -> int:
     return sum(turn.end - turn.start for turn in turns)
 
 
+def answer_start(turns: Sequence[Turn]) -> int:
+    """Return the token at which the last turn of a response begins; without turns the first."""
+    if not turns:
+        return 0
+    return turns[-1].start
+
+
 def policy_tokens_by_version(
     versions: Sequence[VersionSpan], turns: Sequence[Turn], num_tokens: int
 ) -> dict[int, int]:
@@ -217,6 +224,7 @@ class Completion:
     """Cover [0, T) without gaps; tokens of the environment have the weights that read them."""
     finish_reason: str  # "stop" or "length"; "abort" only of a segment, see rollout.segments
     text: str
+    """What rewards judge; of an episode that of the last turn alone."""
     routes: np.ndarray | None = None
     """uint8/uint16 [T_p + T - 1, all layers, K]; None: not recorded. Row p is the forward of
     position p, which sampled token p + 1; the last token has none."""
@@ -253,6 +261,11 @@ class Completion:
     def num_policy_tokens(self) -> int:
         """n: what the policy sampled in the whole episode."""
         return sum(count_policy_tokens(one.turns, one.num_tokens) for one in self.sequences)
+
+    @property
+    def answer_start(self) -> int:
+        """Token at which the last turn begins, whose text is `text`."""
+        return answer_start(self.turns)
 
     @property
     def sequences(self) -> tuple["Completion", ...]:
@@ -343,6 +356,18 @@ class StoredCompletion:
         return sum(count_policy_tokens(one.turns, one.num_tokens) for one in self.sequences)
 
     @property
+    def answer_start(self) -> int:
+        """Token at which the last turn begins, whose text is `text`."""
+        return answer_start(self.turns)
+
+    @property
+    def stored_answer_ids(self) -> FilePart:
+        """Where the token ids of the last turn are: it ends the sequence."""
+        whole = self.stored_token_ids
+        skipped = 4 * self.answer_start
+        return FilePart(whole.path, whole.start + skipped, whole.size - skipped)
+
+    @property
     def sequences(self) -> tuple["StoredCompletion", ...]:
         """All sequences of the episode, in order; this one is the last."""
         return (*self.earlier, self)
@@ -406,7 +431,7 @@ class ScoredGroup:
     components: Mapping[str, np.ndarray]  # name -> float64 [G]
     rewards: np.ndarray  # float64 [G]; NaN: unscorable
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Per sample, weighted step rewards: (end of the step in the text, reward)."""
+    """Per sample, weighted step rewards: (end of the step in the completion's text, reward)."""
 
 
 def require_sound(completion: Completion, prompt_id: str) -> None:

@@ -31,6 +31,7 @@ from grpo_megatron.environments.protocol import (
 )
 from grpo_megatron.errors import ConfigError, DataError, EpisodeError, SetupError
 from grpo_megatron.network import LOOPBACK
+from grpo_megatron.plan.vision import require_text_model
 from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
 from grpo_megatron.rollout.episodes import EpisodePlayer, EpisodeSeeds
@@ -75,6 +76,8 @@ def play_episode(
                 where="[model]",
                 remedy="set model.path to a checkpoint, of which the tokenizer is enough",
             )
+        if (directory / "config.json").is_file():
+            require_text_model(config, "an episode")
         tokenizer = load_tokenizer(directory)
         chosen = _prompt_of(config, domain, tokenizer, prompt)
         log = Path(logs) / "environment.log"
@@ -186,7 +189,7 @@ class _TellsTools(TurnSampler):
 class _NeedsRoom(EpisodePlayer):
     """Plays no episode that cannot begin."""
 
-    def found_no_room(self, problem: Problem, told: str) -> None:
+    def found_no_room(self, problem: Problem, seeds: EpisodeSeeds, told: str) -> None:
         """Raise EpisodeError."""
         raise EpisodeError(
             f"the episode has no turn: {told}",
@@ -321,7 +324,7 @@ class _Table:
     def show_step(self, step: Step) -> None:
         """What the environment made of a turn."""
         if not math.isnan(step.reward):
-            self.say(f"reward of the turn: {step.reward:g}")
+            self.say(f"reward of the turn: {step.reward:zg}")
         if step.spoilt:
             self.say("the environment says that it has spoilt the episode")
 
@@ -347,11 +350,11 @@ class _Table:
         if is_scored:
             worth = "none: the domain's other rewards judge the last reply"
         if not math.isnan(played.outcome):
-            worth = f"{played.outcome:g}"
+            worth = f"{played.outcome:zg}"
         self.say("")
         self.say(f"outcome: {worth}")
         for name, value in played.outcome_metrics.items():
-            self.say(f"{name}: {value:g}")
+            self.say(f"{name}: {value:zg}")
         self.say(f"ended {ended_by}, after {self._num_turns} turns")
         if len(played.sequences) > 1:
             why = "the chat template rewrote history"

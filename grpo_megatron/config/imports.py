@@ -33,14 +33,17 @@ def imported(reference: str, kind: type[GrpoMegatronError], what: str) -> Callab
     module = _imported_module(module_name, kind)
     function = getattr(module, name, None)
     if function is None:
+        wanted = "function"
+        if what == "environment":
+            wanted = "class or function"
         raise kind(
-            f"module {module_name} has no function {name!r}",
-            remedy=did_you_mean(name, _public_functions(module)),
+            f"module {module_name} has no {wanted} {name!r}",
+            remedy=did_you_mean(name, _public_callables(module)),
         )
     if not callable(function):
         raise kind(
             f"{reference} is {type(function).__name__}, not a function",
-            remedy=did_you_mean(name, _public_functions(module)),
+            remedy=did_you_mean(name, _public_callables(module)),
         )
     found: Callable[..., Any] = function
     return found
@@ -73,9 +76,16 @@ def _imported_module(name: str, kind: type[GrpoMegatronError]) -> Any:
         ) from error
 
 
-def _public_functions(module: Any) -> list[str]:
-    names = []
+def _public_callables(module: Any) -> list[str]:
+    """Return the functions and classes that the module defines; those that it imports where it
+    defines none."""
+    own = []
+    others = []
     for name, value in vars(module).items():
-        if inspect.isfunction(value) and not name.startswith("_"):
-            names.append(name)
-    return names
+        if name.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
+            continue
+        if value.__module__ == module.__name__:
+            own.append(name)
+        else:
+            others.append(name)
+    return own or others

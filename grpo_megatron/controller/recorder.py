@@ -130,7 +130,7 @@ def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int
     """Return step rewards as (row, last token of the step, reward); steps without a token are left
     out.
 
-    The steps of an episode are in the text of its last sequence, and so in its last row."""
+    The steps of an episode are in the text of its last turn, and so in its last row."""
     found = []
     row = -1
     for group in groups:
@@ -138,9 +138,10 @@ def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int
             row += len(completion.sequences)
             if not group.steps or not completion.num_tokens:
                 continue
-            token_ids = completion.token_ids
+            first = completion.answer_start
+            answer_ids = completion.token_ids[first:]
             for end, reward in group.steps[sample]:
-                found.append((row, token_at(token_ids, end, decode), reward))
+                found.append((row, first + token_at(answer_ids, end, decode), reward))
     return found
 
 

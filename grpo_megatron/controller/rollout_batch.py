@@ -172,7 +172,9 @@ class StepSampler:
             engines=[engine_name(scored.group.replica) for scored in groups],
             sampler=sampled.sampler,
             metrics=sampled.metrics | of_ages,
-            extremes=extremes(step, groups, config.telemetry.samples_per_step),
+            extremes=extremes(
+                step, groups, config.telemetry.samples_per_step, self._tokenizer.decode_exactly
+            ),
             dropped_rewards=dropped,
             oldest_trained=sampled.oldest_trained,
         )

@@ -87,7 +87,7 @@ def packed(problem: Problem, client: ClientSettings) -> Problem:
 
 
 def reward_of(step: Step) -> float | None:
-    """Return what the function returned; NaN: it cannot be scored."""
+    """Return what the function returned, which may be NaN."""
     if step.state == _NO_REWARD or step.outcome is None:
         return None
     return step.outcome.reward

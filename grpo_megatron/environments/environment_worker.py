@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -62,6 +62,13 @@ class _Running:
     is_late: bool = False
 
 
+class _Asked(NamedTuple):
+    """A request that has no answer yet."""
+
+    request: int
+    answering: asyncio.Task[None]
+
+
 class EnvironmentWorker:
     """Runs episodes until the input ends."""
 
@@ -71,7 +78,7 @@ class EnvironmentWorker:
         self._characters = begin.characters
         self._writer = writer
         self._environments: dict[int, Environment] = {}
-        self._of_episode: dict[int, asyncio.Task[None]] = {}
+        self._of_episode: dict[int, _Asked] = {}
         self._running: set[_Running] = set()
         self._clock = 0.0
         self._num_traced = 0
@@ -83,27 +90,26 @@ class EnvironmentWorker:
             request = REQUESTS.decode(text)
             earlier = self._of_episode.pop(request.episode, None)
             if earlier is not None:  # only an end comes before the answer to what was asked first
-                earlier.cancel()
+                earlier.answering.cancel()
+                self._writer.write(line(Failed(earlier.request, "its episode was ended")))
             task = asyncio.create_task(self._answer(request))
-            self._of_episode[request.episode] = task
+            self._of_episode[request.episode] = _Asked(request.request, task)
             task.add_done_callback(partial(self._forget, request.episode))
         beats.cancel()
 
     def _forget(self, episode: int, task: asyncio.Task[None]) -> None:
-        if self._of_episode.get(episode) is task:
+        asked = self._of_episode.get(episode)
+        if asked is not None and asked.answering is task:
             del self._of_episode[episode]
 
     async def _answer(self, request: Request) -> None:
         answer: Answer
         try:
             answer = await self._limited(self._do(request))
-        except Unscorable as error:
-            answer = Failed(request.request, error.reason)
-        except EpisodeError as error:
-            answer = Failed(request.request, error.message)
         except Exception as error:
-            self._trace()
-            answer = Failed(request.request, f"it raised {type(error).__name__}: {error}"[:500])
+            if not isinstance(error, Unscorable | EpisodeError):
+                self._trace()
+            answer = Failed(request.request, _reason_of(error))
         try:
             text = line(answer)
         except (TypeError, ValueError) as error:
@@ -147,6 +153,8 @@ class EnvironmentWorker:
             self._running.discard(running)
         if running.is_late:
             raise Unscorable(f"it took longer than {self._step_s:g} s (step_s)")
+        if task.cancelled():  # by nobody here: it has cancelled itself, or awaited what was
+            raise Unscorable("it raised CancelledError")
         return task.result()
 
     async def _beat(self) -> None:
@@ -178,11 +186,27 @@ def _end(ended: asyncio.Future[None]) -> None:
 
 
 async def _guarded(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Await `work`; an environment that wants to end the process ends its episode instead."""
+    """Await `work`; an environment that raises what is no Exception, to end the process for
+    example, ends its episode instead."""
     try:
         return await work
-    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         raise Unscorable(f"it raised {type(error).__name__}") from error
+
+
+def _reason_of(error: Exception) -> str:
+    """Return why there is no answer; an environment's error may have no text, or none to be had."""
+    kind = type(error).__name__
+    try:
+        if isinstance(error, Unscorable):
+            return str(error.reason)
+        if isinstance(error, EpisodeError):
+            return str(error.message)
+        return f"it raised {kind}: {error}"[:500]
+    except BaseException:
+        return f"it raised {kind}, whose text cannot be had"
 
 
 def _bound(begin: Begin) -> BoundEnvironment:

@@ -3,13 +3,17 @@
 from collections import Counter
 from pathlib import Path
 
-from grpo_megatron.environments.protocol import Step
+from grpo_megatron.environments.protocol import Step, Unscorable
 from grpo_megatron.errors import EpisodeError
 
 MAX_ENDS = 32
 """Processes that an environment may cost without an episode that ends well in between."""
 MAX_SPOILT = 256
 """Episodes that it may spoil, each by itself, without one that ends well in between."""
+
+
+class EpisodeLost(Unscorable):
+    """The process of the episode has ended."""
 
 
 class Failures:
@@ -41,9 +45,13 @@ class Failures:
         self._counts["episodes"] += 1
         self._in_a_row.clear()
 
-    def add(self, kind: str, reason: str) -> None:
-        """Count a process that ended ("ends") or an episode spoilt by itself ("spoilt")."""
-        self._counts[kind] += 1
+    def add(self, kind: str, reason: str, *, is_lost: bool = False) -> None:
+        """Count a process that ended ("ends") or an episode spoilt by itself ("spoilt"); is_lost:
+        by the end of its process."""
+        if is_lost:
+            self.add_lost()
+        else:
+            self._counts[kind] += 1
         self._in_a_row[kind] += 1
         self._last = reason
 

@@ -26,7 +26,7 @@ from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.environments.environment_worker import GRACE_S
-from grpo_megatron.environments.failures import EpisodeEnd, Failures
+from grpo_megatron.environments.failures import EpisodeEnd, EpisodeLost, Failures
 from grpo_megatron.environments.protocol import Observation, Reply, Step, Unscorable
 from grpo_megatron.environments.registry import BoundEnvironment, bind
 from grpo_megatron.environments.served import (
@@ -330,12 +330,17 @@ class HostedEnvironment:
         try:
             return await process.ask(request, self._life, wanted)
         except Unscorable as error:
+            if self._process is None:  # closed while it was asked: counted by `close`
+                raise
             self._end.failed()
-            if process.pid is None or process.life != self._life:
+            is_lost = process.pid is None or process.life != self._life
+            if is_lost:
                 process.failures.add_lost()
             else:
                 process.failures.add("spoilt", error.reason)
             process.failures.check()
+            if is_lost:
+                raise EpisodeLost(error.reason) from error
             raise
 
 

@@ -32,7 +32,7 @@ class Unscorable(Exception):
 
     def __init__(self, reason: str):
         super().__init__(reason)
-        self.reason = reason
+        self.reason = str(reason)  # environments may raise it with anything
 
 
 @dataclass(frozen=True, slots=True)

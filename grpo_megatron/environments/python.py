@@ -43,9 +43,12 @@ def _check(*, timeout_s: float = 4.0, memory_mib: int = 512, **arguments: Any) -
 @traits(check=_check)
 class PythonInterpreter(ToolEnvironment):
     """One tool, `run_python`, with `timeout_s` and `memory_mib` for a call and all cells before it.
-    The outcome is `reward` of the answer that ends the episode.
+    The outcome is `reward` of the answer that ends the episode. States are named by the cells, not
+    by what they print.
 
     A process runs as many programs at a time as the machine has cores; others wait."""
+
+    names_states_by_results = False
 
     def __init__(
         self,

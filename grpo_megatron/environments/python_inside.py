@@ -2,15 +2,18 @@
 comes by standard input.
 
 All cells but the last run silently, for what they define. Then comes the mark, what the last one
-prints, and the mark again where it has run to its end."""
+prints, and the mark again where it has run to its end. All cells have the same standard output, so
+that a later cell prints through what an earlier one has kept of it."""
 
 import ast
 import code
 import contextlib
 import io
 import json
+import os
 import random
 import sys
+from typing import Any
 
 
 class Interpreter(code.InteractiveInterpreter):
@@ -46,19 +49,51 @@ class Interpreter(code.InteractiveInterpreter):
         super().showtraceback()
 
 
+class Screen(io.RawIOBase):
+    """Standard output, which can be silent."""
+
+    def __init__(self) -> None:
+        self.is_silent = True
+
+    def writable(self) -> bool:
+        """It can be written to."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor of standard output."""
+        return 1
+
+    def write(self, data: Any) -> int:
+        """Write the bytes, or as many as are taken, unless it is silent."""
+        if self.is_silent:
+            return memoryview(data).nbytes
+        return os.write(1, data)
+
+
+def print_to(stream: io.TextIOWrapper) -> None:
+    """Have this process print into the stream; an earlier cell may have changed that."""
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+        setattr(sys, name, stream)
+
+
 def main() -> None:
     """Run what standard input says."""
     task = json.load(sys.stdin)
     random.seed(task["seed"])
     interpreter = Interpreter()
-    real = sys.stdout
+    screen = Screen()
+    stream = io.TextIOWrapper(
+        io.BufferedWriter(screen), encoding=sys.stdout.encoding, errors=sys.stdout.errors
+    )
     for source in task["cells"][:-1]:
-        sys.stdout = sys.stderr = io.StringIO()
+        print_to(stream)
         interpreter.run(source)
-    sys.stdout = sys.stderr = real
+    stream.flush()
+    screen.is_silent = False
+    print_to(stream)
     print(task["mark"], flush=True)
     interpreter.run(task["cells"][-1])
-    print(task["mark"], file=real, flush=True)
+    print(task["mark"], file=stream, flush=True)
 
 
 if __name__ == "__main__":

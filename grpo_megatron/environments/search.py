@@ -10,6 +10,7 @@ import os
 import re
 import sqlite3
 import sys
+import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import lru_cache
@@ -30,7 +31,7 @@ from grpo_megatron.errors import EpisodeError, GrpoMegatronError, raised_as
 LARGEST_BUILT = 64 << 20
 """Bytes of a corpus whose index is built without being asked for."""
 MOST_RESULTS = 20
-_FORMAT = "2"  # another one where documents are read in another way
+_FORMAT = "3"  # another one where documents are read in another way
 _WORD = re.compile(r"\w+")
 _MOST_WORDS = 64
 _SNIPPET_WORDS = 32
@@ -76,7 +77,7 @@ class Search(ToolEnvironment):
     )
     async def search(self, query: str, top_k: int = 5) -> str:
         """A line for each document: any of the words counts, by BM25."""
-        words = list(dict.fromkeys(_WORD.findall(query)))[:_MOST_WORDS]
+        words = list(dict.fromkeys(_WORD.findall(_composed(query))))[:_MOST_WORDS]
         if not words:
             raise ToolError("the query has no word")
         if not 1 <= top_k <= MOST_RESULTS:
@@ -87,8 +88,7 @@ class Search(ToolEnvironment):
             return "no document has any of these words"
         lines = []
         for identity, title, extract in rows:
-            shown = " ".join(extract.split())
-            lines.append(f"[{identity}] {title}: {shown}")
+            lines.append(f"[{identity}] {_in_a_line(title)}: {_in_a_line(extract)}")
         return "\n".join(lines)
 
     @tool("Read a document.", document_id="an id that a search gave")
@@ -185,7 +185,8 @@ def _document(line: bytes) -> tuple[str, str, str]:
     row = json.loads(line.decode("utf-8-sig"))
     if not isinstance(row, dict):
         raise ValueError("it is no object")
-    document = (_field(row, "id"), _field(row, "title", default=""), _field(row, "text"))
+    title = _composed(_field(row, "title", default=""))
+    document = (_field(row, "id"), title, _composed(_field(row, "text")))
     for text in document:
         text.encode()  # half of a character, which JSON can write, cannot be stored
     return document
@@ -201,6 +202,16 @@ def _field(row: Mapping[str, Any], name: str, default: str | None = None) -> str
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"its {name} is no text")
     return str(value)
+
+
+def _composed(text: str) -> str:
+    """Return the text with each letter and its accents as one character, where there is one: a word
+    is found in whichever way it is written."""
+    return unicodedata.normalize("NFC", text)
+
+
+def _in_a_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _state_of(corpus: Path) -> str:

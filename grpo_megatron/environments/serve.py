@@ -13,8 +13,6 @@ of the job, with a token that stands in the endpoint's file (`network.Endpoint`)
 import argparse
 import asyncio
 import contextlib
-import json
-import math
 import secrets
 import signal
 import sys
@@ -30,6 +28,12 @@ from aiohttp import web
 from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.data.json_bodies import read_json
+from grpo_megatron.environments.command_line import (
+    finite_seconds,
+    keyword_arguments,
+    seconds,
+    whole_number,
+)
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.environments.protocol import Environment, Unscorable
 from grpo_megatron.environments.python import refuse_long_programs
@@ -130,6 +134,8 @@ class Server:
         acted = await _body(request, StepRequest)
         episode = self._episodes[acted.episode]
         async with episode.busy:
+            if acted.episode not in self._episodes:  # ended while this request waited
+                raise KeyError(acted.episode)
             step = await episode.environment.step(acted.reply)
         episode.used = time.monotonic()
         return _json({"step": PackedStep.of(step)})
@@ -229,37 +235,37 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    """Read a number of seconds, which may be infinite. Raises ArgumentTypeError where it is none,
-    or not above 0."""
-    seconds = math.nan
-    with contextlib.suppress(ValueError):
-        seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return seconds
-
-
 def main() -> None:
     """Serve what the command line names; SIGINT and SIGTERM end it."""
     parser = argparse.ArgumentParser(prog="python -m grpo_megatron.environments.serve")
     parser.add_argument("name", help="as in a recipe: calculator, module:Class, ...")
-    parser.add_argument("--arguments", default="{}", help="keyword arguments, as JSON")
+    parser.add_argument(
+        "--arguments", type=keyword_arguments, default={}, help="keyword arguments, as JSON"
+    )
     parser.add_argument("--address", help="default: loopback, in a job its network")
     parser.add_argument("--port", type=_port, default=0, help="default: a free one")
     parser.add_argument("--endpoint", type=Path, help="file for address and token")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--step-s", type=float, default=30.0, help="seconds of one step")
+    parser.add_argument("--processes", type=whole_number(1), default=1)
+    parser.add_argument("--memory-mib", type=whole_number(128), default=2048, help="of each")
     parser.add_argument(
-        "--idle-s", type=_seconds, default=3600.0, help="of an episode, then it ends"
+        "--observation-characters",
+        type=whole_number(16),
+        default=16384,
+        help="longest message; of a longer one the middle is left out",
+    )
+    parser.add_argument("--step-s", type=finite_seconds, default=30.0, help="seconds of one step")
+    parser.add_argument(
+        "--idle-s", type=seconds, default=3600.0, help="of an episode, then it ends"
     )
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="what it prints")
     given = parser.parse_args()
     try:
         config = EnvironmentConfig(
             name=given.name,
-            arguments=json.loads(given.arguments),
+            arguments=given.arguments,
             processes=given.processes,
+            memory_mib=given.memory_mib,
+            observation_characters=given.observation_characters,
             step_s=given.step_s,
         )
         address = given.address or own_address()

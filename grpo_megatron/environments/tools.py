@@ -11,7 +11,7 @@ import inspect
 import json
 import typing
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.data.conversation import Message, conversation_of
@@ -216,9 +216,11 @@ class ToolEnvironment:
     where they need it `start` and `close`.
 
     States are named by what the environment said. A tool that leaves something behind for later
-    calls, which its result need not show, says so by `remember`."""
+    calls, which its result need not show, says so by `remember`; where `names_states_by_results` is
+    False, nothing but this and the problem names them."""
 
     problem: Problem
+    names_states_by_results: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._history = History()
@@ -265,7 +267,8 @@ class ToolEnvironment:
             self._num_calls += 1
             self._num_errors += 1
             _append_error(messages, f"error: {reply.error}")
-        self._history.add(messages)
+        if self.names_states_by_results:
+            self._history.add(messages)
         return Step(tuple(messages), state=self._history.state, outcome=self._outcome(0.0))
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:

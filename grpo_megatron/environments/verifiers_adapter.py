@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo_megatron.config.imports import imported
 from grpo_megatron.data.conversation import MESSAGES, Message
+from grpo_megatron.environments.command_line import keyword_arguments
 from grpo_megatron.environments.protocol import (
     Observation,
     Outcome,
@@ -29,6 +30,7 @@ from grpo_megatron.environments.protocol import (
 from grpo_megatron.environments.registry import traits
 from grpo_megatron.environments.tools import History, first_messages, tool_schema
 from grpo_megatron.errors import EpisodeError, GrpoMegatronError, raised_as
+from grpo_megatron.files import write_atomically
 from grpo_megatron.types import Problem
 
 _INFO = "info"
@@ -238,34 +240,39 @@ def _policy_client(exchange: Any) -> Any:
 
 def write_rows(environment: str, path: Path, arguments: Mapping[str, Any] | None = None) -> int:
     """Write the rows of the environment's data set as JSON lines: `messages`, `answer`, `info`.
-    Returns their number. EpisodeError where the environment cannot be made, or the file not be
-    written."""
-    dataset = load(environment, arguments).get_dataset()
-    with (
-        raised_as(EpisodeError, "rows cannot be written", OSError, where=path),
-        path.open("w", encoding="utf-8") as file,
-    ):
-        for row in dataset:
-            messages = []
-            for message in row["prompt"]:
-                kept = {name: value for name, value in message.items() if value is not None}
-                messages.append(kept)
-            written = {MESSAGES: messages, "answer": row.get("answer") or ""}
-            if row.get(_INFO):
-                written[_INFO] = row[_INFO]
-            file.write(json.dumps(written) + "\n")
-    return len(dataset)
+    Returns their number. The file is there when it is whole; an earlier one stays until then.
+
+    EpisodeError where the environment cannot be made, or the file not be written; it names the
+    first row that cannot be one."""
+    lines = []
+    for number, row in enumerate(load(environment, arguments).get_dataset(), start=1):
+        with raised_as(
+            EpisodeError,
+            f"row {number} of the data set cannot be written",
+            (KeyError, TypeError, ValueError, RecursionError),
+            where=environment,
+            remedy="a row has messages as its prompt, and `answer` and `info` are values of JSON",
+        ):
+            lines.append(json.dumps(_written_row(row)) + "\n")
+    with raised_as(EpisodeError, "rows cannot be written", OSError, where=path):
+        write_atomically(path, "".join(lines))
+    return len(lines)
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Read keyword arguments. Raises ArgumentTypeError where they are no object of JSON."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no object")
-    return found
+def _written_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a data set as the file has it. TypeError where its prompt is no messages."""
+    messages = []
+    for message in row["prompt"]:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"its prompt has {type(message).__name__} in place of a message")
+        messages.append({name: value for name, value in message.items() if value is not None})
+    answer = row.get("answer")
+    if answer is None:
+        answer = ""
+    written = {MESSAGES: messages, "answer": answer}
+    if row.get(_INFO):
+        written[_INFO] = row[_INFO]
+    return written
 
 
 def main() -> None:
@@ -274,7 +281,11 @@ def main() -> None:
     parser.add_argument("environment", help="as load_environment takes it, or module:function")
     parser.add_argument("file", type=Path, help="for the rows, as JSON lines")
     parser.add_argument(
-        "arguments", nargs="?", type=_arguments, default={}, help="of the environment, as JSON"
+        "arguments",
+        nargs="?",
+        type=keyword_arguments,
+        default={},
+        help="of the environment, as JSON",
     )
     given = parser.parse_args()
     try:

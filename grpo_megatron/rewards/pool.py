@@ -432,10 +432,10 @@ def _text_of(completion: AnyCompletion) -> str | FilePart:
 
 
 def _token_ids_of(completion: AnyCompletion) -> tuple[int, ...] | FilePart:
-    """Return the token ids, or where the reward's process finds them."""
+    """Return the token ids of the text, or where the reward's process finds them."""
     if isinstance(completion, StoredCompletion):
-        return completion.stored_token_ids
-    return tuple(completion.token_ids.tolist())
+        return completion.stored_answer_ids
+    return tuple(completion.token_ids[completion.answer_start :].tolist())
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float = np.inf) -> np.ndarray:

@@ -4,6 +4,7 @@ What a program may see and use up, and what bounds it: docs/rewards.md."""
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import math
 import os
@@ -28,6 +29,10 @@ REMEDY = (
 )
 _MAX_THREADS = 64
 _MAX_FILES = 64
+_LIBC = ctypes.CDLL(None)
+_LIBC.personality.argtypes = [ctypes.c_ulong]
+_ADDR_NO_RANDOMIZE = 0x0040000
+_ONLY_ASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +67,14 @@ async def run(
 ) -> ProgramOutcome:
     """Run a Python program, the first of `files` (content by path), to its end or until cancelled;
     nothing of it stays behind. `give_fds`, sockets for it, keep their numbers and are closed
-    here. hash_seed: runs of one seed hash texts alike, which each run does its own way
-    otherwise."""
+    here. hash_seed: runs of one seed hash texts alike, and have their objects at the same addresses
+    where the kernel lets them; each run does its own way otherwise."""
     outcome = ProgramOutcome()
     variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
     isolation = ["-I"]
+    prepare = None
     if hash_seed is not None:
+        prepare = _keep_addresses
         # -I is -E, -s and -P. -E would hide the seed, and there is nothing else for it to hide.
         isolation = ["-s", "-P"]
         variables["PYTHONHASHSEED"] = str(hash_seed % 2**32)
@@ -88,6 +95,7 @@ async def run(
             env=variables,
             pass_fds=(*data.values(), filter_fd, status_fd, *give_fds),
             start_new_session=True,
+            preexec_fn=prepare,
         )
         theirs.close()
         # Read to the end in any case: asyncio waits for no process whose output nobody reads.
@@ -192,6 +200,12 @@ def _command(
         "-B",
         next(iter(data)),
     ]
+
+
+def _keep_addresses() -> None:
+    """Have what this process starts lie at the same addresses each time, unless the kernel, or a
+    container's profile, refuses that."""
+    _LIBC.personality(_LIBC.personality(_ONLY_ASK) | _ADDR_NO_RANDOMIZE)
 
 
 async def _read(

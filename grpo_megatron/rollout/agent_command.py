@@ -2,7 +2,8 @@
 
 It has a working directory and a session of its own, the problem as JSON on its standard input, and
 OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. What it prints last, if that is a JSON object, has
-the outcome as `reward`. Where it ends, or its time does, everything that it started is killed."""
+the outcome as `reward`. Where it ends, or its time does, its process group is killed: all that it
+started, but for what has gone into a group or a session of its own."""
 
 import asyncio
 import contextlib
@@ -24,8 +25,11 @@ from grpo_megatron.errors import EpisodeError
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.types import Problem
 
-_KEPT_OUTPUT = 1 << 16
-"""Bytes at the end of what a program prints."""
+_KEPT_OUTPUT = 1 << 23
+"""Bytes at the end of what a program prints, which its last line must fit into."""
+_KEPT_MESSAGES = 1 << 16
+"""Bytes at the end of its messages."""
+_READ_AT_ONCE = 1 << 16
 _SHOWN = 2000
 """Characters of its messages that are told where it fails."""
 _PIPE_S = 1.0
@@ -50,11 +54,10 @@ async def run_command(
     client: ClientSettings,
     seconds: float,
 ) -> float | None:
-    """Run the program for one episode. Returns the outcome that it prints; None: none, NaN: it
-    cannot be scored.
+    """Run the program for one episode. Returns the outcome that it prints; None: none.
 
     Unscorable where it cannot be started, ends with another exit code than 0, takes longer, or
-    prints a reward that is no number."""
+    prints a reward that is no finite number, or a last line of more than 8 MiB."""
     directory = tempfile.mkdtemp(prefix="agent-")
     try:
         process = await _started(command, variables, client, directory)
@@ -68,8 +71,8 @@ async def run_command(
     finally:
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
     if process.returncode != 0:
-        raise Unscorable(_end_in_words(process.returncode, messages))
-    return _reward(printed)
+        raise Unscorable(_end_in_words(process.returncode, messages.kept))
+    return _reward(_last_line(printed))
 
 
 async def _started(
@@ -91,14 +94,16 @@ async def _started(
         raise Unscorable(f"the program does not start: {error}") from error
 
 
-async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tuple[bytes, bytes]:
+async def _communicate(
+    process: asyncio.subprocess.Process, given: bytes
+) -> tuple["_Tail", "_Tail"]:
     """Return the ends of what the program prints and of its messages, once it has ended; what it
     has started is killed then, and keeps its output open no longer."""
     assert process.stdin is not None and process.stdout is not None
     assert process.stderr is not None
     giving = asyncio.create_task(_write_input(process.stdin, given))
-    output = _Tail(process.stdout)
-    messages = _Tail(process.stderr)
+    output = _Tail(process.stdout, _KEPT_OUTPUT)
+    messages = _Tail(process.stderr, _KEPT_MESSAGES)
     try:
         await _exited(process)
         _kill_group(process)
@@ -106,20 +111,37 @@ async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tup
     finally:
         for task in (giving, output.reading, messages.reading):
             task.cancel()
-    return output.kept, messages.kept
+    return output, messages
 
 
 class _Tail:
-    """Reads a stream to its end, or until `reading` is cancelled, and keeps the end of it."""
+    """Reads a stream to its end, or until `reading` is cancelled, and keeps its last bytes, of
+    which there are `most`."""
 
-    def __init__(self, stream: asyncio.StreamReader):
-        self.kept = b""
+    def __init__(self, stream: asyncio.StreamReader, most: int):
         self._stream = stream
+        self._most = most
+        self._read_bytes = bytearray()
+        self._num_dropped = 0
         self.reading = asyncio.create_task(self._read())
 
+    @property
+    def kept(self) -> bytes:
+        """The end of what was read."""
+        return bytes(self._read_bytes[-self._most :])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was read before what is kept."""
+        return self._num_dropped + len(self._read_bytes) <= self._most
+
     async def _read(self) -> None:
-        while chunk := await self._stream.read(_KEPT_OUTPUT):
-            self.kept = (self.kept + chunk)[-_KEPT_OUTPUT:]
+        while chunk := await self._stream.read(_READ_AT_ONCE):
+            self._read_bytes += chunk
+            surplus = len(self._read_bytes) - self._most
+            if surplus > self._most:  # seldom: each time the rest is moved
+                del self._read_bytes[:surplus]
+                self._num_dropped += surplus
 
 
 async def _write_input(stdin: asyncio.StreamWriter, given: bytes) -> None:
@@ -184,14 +206,21 @@ def _given(problem: Problem, client: ClientSettings) -> bytes:
         raise Unscorable(f"the problem is no JSON: {error}") from error
 
 
-def _reward(printed: bytes) -> float | None:
+def _last_line(printed: _Tail) -> str:
+    """Return the last line that is not blank; "" without one. Unscorable where it is too long."""
+    text = printed.kept.decode("utf-8", "replace").rstrip()
+    _, line_end, line = text.rpartition("\n")
+    if not line_end and not printed.is_whole:
+        raise Unscorable(
+            f"the last line that the program prints has more than {_KEPT_OUTPUT >> 20} MiB"
+        )
+    return line
+
+
+def _reward(line: str) -> float | None:
     """Return the reward in the last line, if that is a JSON object with one."""
-    lines = printed.decode("utf-8", "replace").split("\n")
-    written = [line for line in lines if line.strip()]
-    if not written:
-        return None
     try:
-        last = json.loads(written[-1])
+        last = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(last, dict) or last.get("reward") is None:
@@ -203,7 +232,7 @@ def _reward(printed: bytes) -> float | None:
         number = float(reward)
     except OverflowError as error:
         raise Unscorable("the program's reward is no finite number") from error
-    if math.isinf(number):
+    if not math.isfinite(number):
         raise Unscorable("the program's reward is no finite number")
     return number
 

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grpo_megatron import progress
 from grpo_megatron.config.environment import AgentConfig
 from grpo_megatron.environments.agent_function import ClientSettings, packed, reward_of
-from grpo_megatron.environments.failures import Failures
+from grpo_megatron.environments.failures import EpisodeLost, Failures
 from grpo_megatron.environments.protocol import Environment, Reply, Unscorable
 from grpo_megatron.environments.tools import first_messages
 from grpo_megatron.rollout.agent_command import run_command
@@ -102,18 +102,16 @@ class AgentDomain:
         client = ClientSettings(opened.url, opened.key, MODEL, seeds.environment)
         session = opened.session
         try:
-            reward = await _unless_engines_fail(self._run(problem, client), opened)
+            reward = _finite(await _unless_engines_fail(self._run(problem, client), opened))
         except Unscorable as error:
             if session.is_limited:
                 return self._ended_by_limit(session)
-            self._failed(error.reason)
+            self._failed(error.reason, is_lost=isinstance(error, EpisodeLost))
             return _Result(math.nan, True)
         if reward is None:
             if session.is_limited:
                 return self._ended_by_limit(session)
             reward = math.nan
-        elif math.isnan(reward):
-            return _Result(math.nan, True)
         if session.num_turns:
             self._failures.finished()
         return _Result(reward, False)
@@ -124,11 +122,26 @@ class AgentDomain:
             self._failures.finished()
         return _Result(_LIMIT_OUTCOME, False)
 
-    def _failed(self, reason: str) -> None:
-        self._failures.add("spoilt", reason)
+    def _failed(self, reason: str, *, is_lost: bool = False) -> None:
+        """is_lost: with the process of its function."""
+        self._failures.add("spoilt", reason, is_lost=is_lost)
         self._num_logged += 1
         if self._num_logged <= _MOST_LOGGED:
             logger.warning("an episode cannot be scored: %s", reason)
+
+
+def domain_metrics(
+    hosted: Mapping[str, float], domains: Mapping[str, AgentDomain]
+) -> dict[str, float]:
+    """Return how episodes of all domains have ended, where `hosted` is what the host of
+    environments has counted: of a function it knows the processes, and not the limits."""
+    metrics = dict(hosted)
+    for name, domain in domains.items():
+        ends = f"environment/{name}/ends"
+        num_ends = metrics.get(ends, 0.0)
+        metrics |= domain.take_metrics()
+        metrics[ends] = num_ends
+    return metrics
 
 
 def command_program(settings: AgentConfig) -> Program:
@@ -154,6 +167,13 @@ def function_program(open_environment: Callable[[], Environment]) -> Program:
             await environment.close()
 
     return run
+
+
+def _finite(reward: float | None) -> float | None:
+    """Return the reward. Unscorable where it is no number."""
+    if reward is not None and math.isnan(reward):
+        raise Unscorable("the program's reward is no finite number")
+    return reward
 
 
 async def _unless_engines_fail(

@@ -169,7 +169,7 @@ class ConversationSession:
 
     def completion(self, outcome: float, *, is_spoilt: bool = False) -> Completion | None:
         """Return the record of the episode, with the sequence that was continued last as its last
-        one and its last reply as text; None where no turn was sampled. Closes the session.
+        one; None where no turn was sampled. Closes the session.
 
         is_spoilt: the program has failed, so that nothing can be said about the episode."""
         self.close()
@@ -182,9 +182,7 @@ class ConversationSession:
             finish_reason = "length"
         earlier = [self._sampler.sequence(builder, "stop") for builder in self._builders[:-1]]
         last = self._sampler.sequence(self._builders[-1], finish_reason)
-        reply = last.turns[-1]
-        text = self._sampler.decode(last.token_ids[reply.start : reply.end].tolist())
-        return replace(last, text=text, earlier=tuple(earlier), outcome=outcome)
+        return replace(last, earlier=tuple(earlier), outcome=outcome)
 
     def _prepared(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], max_tokens: int | None

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _UNSCORABLE = Outcome(math.nan)
 _MOST_LOGGED = 50
 _MOST_WITHOUT_ROOM = 256
-"""Problems whose episodes cannot begin, without one that begins in between."""
+"""Groups whose episodes cannot begin, without one that begins in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,31 +81,33 @@ class EpisodePlayer(TurnSampler):
         """An episode begins."""
         self._without_room.clear()
 
-    def found_no_room(self, problem: Problem, told: str) -> None:
+    def found_no_room(self, problem: Problem, seeds: EpisodeSeeds, told: str) -> None:
         """An episode cannot begin, for the reason `told`. Raises DataError where that is so for one
-        problem after the other."""
-        self._without_room.add(problem.question, told)
+        group after the other."""
+        self._without_room.add((problem.question, seeds.environment), told)
 
 
 class _WithoutRoom:
     """Counts episodes that cannot begin, and tells the first of them."""
 
     def __init__(self) -> None:
-        self._questions: set[str] = set()
-        """Of the last episodes, none of which could begin."""
+        self._groups: set[tuple[str, int]] = set()
+        """Question and seed of the last episodes, none of which could begin; a question that comes
+        again is in another group."""
         self._num_logged = 0
 
     def clear(self) -> None:
         """One could begin."""
-        self._questions.clear()
+        self._groups.clear()
 
-    def add(self, question: str, told: str) -> None:
-        """One cannot begin, for the reason `told`. Raises DataError where too many in a row
-        cannot."""
-        self._questions.add(question)
-        if len(self._questions) >= _MOST_WITHOUT_ROOM:
+    def add(self, group: tuple[str, int], told: str) -> None:
+        """One of this group cannot begin, for the reason `told`. Raises DataError where too many
+        groups in a row cannot."""
+        self._groups.add(group)
+        if len(self._groups) >= _MOST_WITHOUT_ROOM:
             raise DataError(
-                f"none of {len(self._questions)} episodes in a row can begin; the last: {told}",
+                f"the episodes of {len(self._groups)} groups in a row cannot begin; the last: "
+                f"{told}",
                 where="[rollout] max_model_len, [trainer] max_tokens_per_microbatch",
                 remedy="raise them, or have the environment say less in front of the first turn",
             )
@@ -155,7 +157,7 @@ class _Episode:
         if self._room_behind(self._state, 0) < 1:
             self._finish_reason = "stop"
             self._outcome = _UNSCORABLE
-            self._player.found_no_room(self._problem, self._told_length())
+            self._player.found_no_room(self._problem, self._seeds, self._told_length())
             await self._sample_unscorable()
             return
         self._player.found_room()
@@ -203,14 +205,17 @@ class _Episode:
             self._outcome = step.outcome
         if step.spoilt:
             self._outcome = _UNSCORABLE
-        if step.done or step.spoilt:
+        if step.spoilt:
             self._finish_reason = "stop"
+            return False
+        if step.done:
+            self._finish_reason = sampled.finish_reason  # a limit may have cut the turn
             return False
         if is_last or time.monotonic() >= self._ends_at:
             return False
         following = self._following(sampled_ids, read.message, step)
         if following is None:
-            self._finish_reason = "stop"  # no limit has ended it
+            self._finish_reason = sampled.finish_reason  # no other limit has ended it
             return False
         return self._goes_on(following, step)
 

@@ -132,12 +132,13 @@ class TurnSampler:
         return builder
 
     def sequence(self, builder: SequenceBuilder, finish_reason: str) -> Completion:
-        """Return the record of a sequence of an episode, with its text and the ids that it
-        answers."""
+        """Return the record of a sequence of an episode, with the text of its last turn and the ids
+        that it answers."""
         found = builder.completion(finish_reason)
+        answer_ids = found.token_ids[found.answer_start :]
         return replace(
             found,
-            text=self.decode(found.token_ids.tolist()),
+            text=self.decode(answer_ids.tolist()),
             answered_ids=builder.prompt_ids,
         )
 

@@ -21,6 +21,7 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.errors import EngineError, GrpoMegatronError, describe_error
 from grpo_megatron.network import Endpoint, carries_token, own_address
+from grpo_megatron.rollout.agent_domains import domain_metrics
 from grpo_megatron.rollout.chunk_sampling import ChunkSampler, PlaysEpisodes
 from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, EngineAddress, SampledChunk
 from grpo_megatron.rollout.client import EngineClient
@@ -244,10 +245,7 @@ def main(run_path: str, attempt: str, index: int) -> None:
             )
 
             def take_metrics() -> dict[str, float]:
-                metrics: dict[str, float] = {}
-                for domain in driven.values():
-                    metrics |= domain.take_metrics()
-                return metrics | host.take_metrics()  # which has counted functions itself
+                return domain_metrics(host.take_metrics(), driven)
 
             service = WorkerService(
                 config,

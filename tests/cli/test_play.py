@@ -230,6 +230,17 @@ def test_a_tokenizer_that_is_not_here_is_an_error_of_the_machine(play):
     assert "tokenizer" in error and "model.path" in error
 
 
+def test_an_episode_of_a_model_that_sees_is_refused(play):
+    code, _, error = play("1\n", "model.preset=tiny-qwen2.5-vl")
+    assert code == 2
+    assert "an episode knows no images, and the model (qwen2_5_vl) sees them" in error
+
+
+def test_a_penalty_of_nothing_has_no_sign(play):
+    code, text, _ = play("hm\n\n1\n", environment='{ name = "guess_number" }')
+    assert code == 4 and "reward of the turn: 0" in text
+
+
 # --- for an agent program
 
 

@@ -176,6 +176,10 @@ BROKEN = [
     ("environment_tokens", [*AGENT, "domains.0.environment.turn_tokens=100000"]),
     (
         "environment_tokens",
+        [*AGENT, "domains.0.max_new_tokens=5", "domains.0.environment.episode_tokens=6"],
+    ),
+    (
+        "environment_tokens",
         [
             *AGENT,
             "domains.0.environment.episode_tokens=4",

@@ -104,6 +104,7 @@ class Loop:
             resources = Resources(
                 tokenizer=SimpleNamespace(
                     decode=str,
+                    decode_exactly=str,
                     stop_token_ids=(0,),
                     chat_template=None,
                     encode=lambda text, where=None: [ord(c) for c in text],

@@ -205,10 +205,12 @@ def test_rewards_of_steps_are_in_the_last_row_of_an_episode(tmp_path):
         Prompt("p", "d", "", (1,), ""), (replace(last, earlier=(earlier,)), last), 0
     )
     [stored] = scored(store_groups(tmp_path / "spool", [group]))
-    stored = replace(stored, steps=(((4, 1.0),), ((1, 2.0),)))
+    # places in the text of the last turn, which begins at token 3
+    stored = replace(stored, steps=(((1, 1.0), (2, 3.0)), ((1, 2.0),)))
     record_step(tmp_path / "step_000000", [stored], 1, StepFacts(domains=["d"]), decode)
     rows, ends, rewards = SampleTable(tmp_path / "step_000000").steps
-    assert (rows.tolist(), ends.tolist(), rewards.tolist()) == ([1, 2], [3, 0], [1.0, 2.0])
+    assert (rows.tolist(), ends.tolist()) == ([1, 1, 2], [3, 4, 3])
+    assert rewards.tolist() == [1.0, 3.0, 2.0]
 
 
 RNG = np.random.default_rng(0)

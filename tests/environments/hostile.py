@@ -67,11 +67,56 @@ class TooLateToImport(Obedient):
         os._exit(7)
 
 
+class OwnEnd(BaseException):
+    """What no `except Exception` catches."""
+
+
+class WithoutText(Exception):
+    def __str__(self):
+        return self.missing
+
+
+class TextOfNone(Exception):
+    def __str__(self):
+        return None
+
+
+class WithoutReason(Unscorable):
+    def __init__(self):
+        pass
+
+
+async def await_cancelled():
+    """The usual end of a background task, without the `suppress` around it."""
+    ticker = asyncio.create_task(asyncio.sleep(1e6))
+    ticker.cancel()
+    await ticker
+
+
+RAISED = {
+    "cancelled": asyncio.CancelledError(),
+    "own_end": OwnEnd("halt"),
+    "group": BaseExceptionGroup("several", [KeyboardInterrupt()]),
+    "without_text": WithoutText(),
+    "text_of_none": TextOfNone(),
+    "without_reason": WithoutReason(),
+    "404": Unscorable(404),
+    "none": Unscorable(None),
+}
+
+
 async def obey(text):
     """Do what the text says; returns what a step should say or be."""
     word, _, rest = text.partition(" ")
     if word == "raise":
         raise ValueError(rest)
+    if word in RAISED:
+        raise RAISED[word]
+    if word == "await_cancelled":
+        await await_cancelled()
+    if word == "cancel_itself":
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1e6)
     if word == "unscorable":
         raise Unscorable(rest)
     if word == "exit":

@@ -122,6 +122,16 @@ def test_shipped_environments_play_the_same_in_a_process(name):
         ("endless", "its reply is no JSON"),
         ("huge_state", "its reply has 10.0 MiB"),
         ("nothing", "step returned no message"),
+        ("cancelled", "it raised CancelledError"),
+        ("await_cancelled", "it raised CancelledError"),
+        ("cancel_itself", "it raised CancelledError"),
+        ("own_end", "it raised OwnEnd"),
+        ("group", "it raised BaseExceptionGroup"),
+        ("without_text", "it raised WithoutText, whose text cannot be had"),
+        ("text_of_none", "it raised TextOfNone, whose text cannot be had"),
+        ("without_reason", "it raised WithoutReason, whose text cannot be had"),
+        ("404", "404"),
+        ("none", "None"),
     ],
 )
 def test_a_step_that_fails_costs_its_episode_only(text, reason):
@@ -292,6 +302,22 @@ def test_a_long_question_of_the_recipe_is_not_cut():
     assert hosted(work, settings).messages == (asked,)
 
 
+@pytest.mark.parametrize(
+    "close", ["raise x", "cancelled", "await_cancelled", "own_end", "without_text", "404"]
+)
+def test_an_end_that_fails_keeps_nobody(close):
+    async def work(host):
+        environment, _ = await begun(host, close=close)
+        await environment.step(Reply("done 1"))
+        async with asyncio.timeout(30):
+            await environment.close()
+        return host.take_metrics()
+
+    metrics = hosted(work)
+    assert metrics["environment/obedient/episodes"] == 1
+    assert metrics["environment/obedient/ends"] == 0
+
+
 def test_an_end_that_never_comes_keeps_nobody():
     async def work(host):
         environment, _ = await begun(host, close="sleep")
@@ -316,6 +342,22 @@ def test_an_episode_can_be_ended_in_the_middle_of_a_step():
         return await other.step(Reply("here"))
 
     assert hosted(work).messages[0]["content"] == "here"
+
+
+def test_a_step_whose_episode_is_ended_is_answered():
+    async def work(host):
+        environment, _ = await begun(host)
+        await environment.step(Reply("go"))
+        asked = asyncio.create_task(environment.step(Reply("sleep")))
+        await asyncio.sleep(0.1)
+        await environment.close()
+        async with asyncio.timeout(30):
+            return await reason_of(asked), host.take_metrics()
+
+    found, metrics = hosted(work)
+    assert found == "its episode was ended"
+    assert metrics["environment/obedient/episodes"] == 1
+    assert metrics["environment/obedient/spoilt"] == 0
 
 
 @pytest.mark.parametrize(("kind", "connects"), [("Obedient", False), ("Networked", True)])

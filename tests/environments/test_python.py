@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
 
 import pytest
 
@@ -55,6 +56,59 @@ def test_states_are_equal_where_the_cells_were():
     told = [states(source) for source in ("x = 1", "x = 2", "y = 3")]
     assert told[0] == states("x = 1")
     assert len({state for [state] in told}) == 3
+
+
+def test_states_are_named_by_cells_and_not_by_what_they_print():
+    """Which may be the time, or an address where the kernel gives others each time."""
+    clock = "import time\nprint(time.time_ns())"
+    assert states(clock, "x = 1") == states(clock, "x = 1")
+
+
+def keeps_addresses():
+    """Whether the kernel, or the profile of a container, lets programs keep their addresses."""
+    asked = subprocess.run(["setarch", "--addr-no-randomize", "true"], capture_output=True)
+    return asked.returncode == 0
+
+
+@pytest.mark.skipif(not keeps_addresses(), reason="addresses cannot be kept here")
+def test_addresses_are_those_of_the_seed():
+    cells = ["class A: pass\nA()", "[object(), lambda x: x]", "{object(): 1, A: 2}"]
+    assert results(*cells, seed=3) == results(*cells, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "printed"),
+    [
+        (
+            "import logging\nlogging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+            "logging.info('one')",
+            "logging.info('two')",
+            ["one\n", "two\n"],
+        ),
+        (
+            "import sys\ndef say(x, file=sys.stdout):\n    print(x, file=file)\nsay(1)",
+            "say(2)",
+            ["1\n", "2\n"],
+        ),
+        (
+            "from sys import stderr\nprint('a', file=stderr)",
+            "print('b', file=stderr)",
+            ["a\n", "b\n"],
+        ),
+        (
+            "import sys\nbuffer = sys.stdout.buffer\nx = buffer.write(b'a')",
+            "y = buffer.write(b'b')",
+            ["a", "b"],
+        ),
+        (
+            "import io, sys\nsys.stdout = io.StringIO()\nprint('lost')",
+            "print(1)\nsys.stdout = io.StringIO()\nsys.stdout = sys.__stdout__\nprint(2)",
+            ["(no output)", "1\n2\n"],
+        ),
+    ],
+)
+def test_cells_print_through_what_earlier_ones_have_kept(first, second, printed):
+    assert results(first, second) == printed
 
 
 def test_a_cell_that_was_undone_is_in_no_state():

@@ -128,6 +128,24 @@ def test_half_of_a_character_is_no_text_and_refuses_nothing(tmp_path):
     assert acted[1]["step"]["messages"][0]["content"] == "1\ufffd"
 
 
+def test_steps_of_an_episode_that_is_ended_are_answered(tmp_path):
+    async def work(endpoint):
+        begin = {"question": "begin", "answer": "4", "metadata": {}, "seed": 7}
+        episode = (await posted(endpoint, "/reset", json.dumps(begin).encode()))[1]["episode"]
+        reply = {"text": "sleep", "tool_calls": [], "error": None}
+        act = json.dumps({"episode": episode, "reply": reply}).encode()
+        steps = [asyncio.create_task(posted(endpoint, "/step", act)) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        closed = await posted(endpoint, "/close", json.dumps({"episode": episode}).encode())
+        async with asyncio.timeout(30):
+            return closed, await asyncio.gather(*steps)
+
+    (status, _), (running, waiting) = against(work, tmp_path)
+    assert status == 200
+    assert running == (422, {"reason": "its episode was ended"})
+    assert waiting[0] == 404
+
+
 def test_the_calculator_is_the_same_behind_a_server_and_a_process(tmp_path):
     replies = [Reply("", (ToolCall("calculate", {"expression": "2+2"}, "c"),)), Reply("4")]
 
@@ -306,7 +324,12 @@ def test_the_command_serves_until_it_is_ended(tmp_path, ending):
     [
         (["calculater"], 12, "did you mean 'calculator'"),
         (["calculator", "--arguments", "{"], 2, "error"),
-        (["calculator", "--processes", "0"], 2, "processes"),
+        (["calculator", "--arguments", "[1]"], 2, "'[1]' is no object"),
+        (["calculator", "--processes", "0"], 2, "'0' is no whole number from 1 on"),
+        (["calculator", "--memory-mib", "x"], 2, "'x' is no whole number from 128 on"),
+        (["calculator", "--observation-characters", "15"], 2, "from 16 on"),
+        (["calculator", "--step-s", "0"], 2, "'0' is no number of seconds"),
+        (["calculator", "--step-s", "inf"], 2, "'inf' is no finite number"),
         (["calculator", "--port", "99999"], 2, "'99999' is no port from 0 to 65535"),
         (["calculator", "--port", "-5"], 2, "'-5' is no port"),
         (["calculator", "--idle-s", "nan"], 2, "'nan' is no number of seconds"),
@@ -325,4 +348,19 @@ def test_the_command_says_what_is_wrong(options, code, words):
     command = [sys.executable, "-m", "grpo_megatron.environments.serve", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == code and words in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and "pydantic" not in done.stderr
+
+
+def test_the_command_cuts_messages_where_it_is_told(tmp_path):
+    """Beside the limit of the recipe that plays there."""
+    endpoint = tmp_path / "endpoint.json"
+    command = [sys.executable, "-m", "grpo_megatron.environments.serve", f"{HOSTILE}:Obedient"]
+    command += ["--endpoint", str(endpoint), "--observation-characters", "30000"]
+    server = subprocess.Popen([*command, "--memory-mib", "1024"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert "http://127.0.0.1:" in server.stdout.readline()
+        steps = play(RemoteEnvironment(endpoint=str(endpoint)), Reply("x" * 40000), problem=PROBLEM)
+        assert "[… 10000 characters left out …]" in steps[-1].messages[0]["content"]
+    finally:
+        server.terminate()
+        server.wait()

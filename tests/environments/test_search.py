@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import unicodedata
 
 import pytest
 
@@ -55,6 +56,23 @@ def test_documents_are_ranked_and_read(corpus):
     assert one.startswith("[riga] Riga: Riga lies at the river Daugava.")
     assert one.endswith("…") and len(one.splitlines()) == 1
     assert text.startswith("Riga\n\nRiga lies")
+
+
+def test_a_word_is_found_in_whichever_way_its_accents_are_written(corpus):
+    composed = "D\u00fcnaburg"
+    apart = unicodedata.normalize("NFD", composed)
+    assert apart != composed
+    rows = [{"id": "one", "text": composed}, {"id": "two", "text": apart}]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for query in (composed, apart):
+        [found] = results(corpus, call("search", query=query))
+        assert len(found.splitlines()) == 2, query
+
+
+def test_a_document_is_a_line_whatever_its_title(corpus):
+    row = {"id": "one", "title": "Riga\nand\r\n more", "text": "a river"}
+    corpus.write_text(json.dumps(row) + "\n")
+    assert results(corpus, call("search", query="river")) == ["[one] Riga and more: a river"]
 
 
 def test_numbers_of_documents_are_texts(corpus):

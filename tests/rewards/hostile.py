@@ -173,6 +173,14 @@ def slow(completion: str, answer: str) -> float:
     return float(completion.split()[-1])
 
 
+def of_last_turn(
+    completion: str, answer: str, *, num_tokens: int, token_ids: tuple[int, ...]
+) -> float:
+    """Whether the ids are those of the text; the policy's tokens before it count."""
+    assert completion == "".join(map(chr, token_ids))
+    return float(num_tokens)
+
+
 def ids(completion: str, answer: str, *, token_ids: tuple[int, ...]) -> float:
     """The sum of the token ids."""
     return float(sum(token_ids))

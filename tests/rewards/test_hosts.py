@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grpo_megatron.batching.spool import store_groups
@@ -16,6 +17,7 @@ from grpo_megatron.errors import RewardError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rewards import reward_host
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, Turn, VersionSpan
 from tests.rewards.reward_pools import HOSTILE, domain, group
 
 OBEY = f"{HOSTILE}:obey"
@@ -72,6 +74,40 @@ def test_processes_of_all_hosts_are_one_pool(tmp_path):
     [scored] = run(tmp_path, scenario, functions=(OBEY, PID), num_workers=2)
     assert scored.components["obey"].tolist() == list(range(200))
     assert 1 < len(set(scored.components["process_number"])) <= 4
+
+
+def episode(text, answer):
+    """A group of one episode: the text is a call, its result and the answer behind it."""
+    token_ids = np.array([ord(character) for character in text], np.int32)
+    num_before = len(text) - len(answer)
+    logprobs = np.full(len(text), -1.0, np.float32)
+    logprobs[1:num_before] = np.nan
+    completion = Completion(
+        token_ids,
+        logprobs,
+        (VersionSpan(0, 0, len(text)),),
+        "stop",
+        answer,
+        turns=(Turn(0, 1), Turn(num_before, len(text))),
+    )
+    return RolloutGroup(Prompt("p", "d", "", (1, 2), answer), (completion,), 0)
+
+
+def test_of_an_episode_rewards_see_the_last_turn(tmp_path):
+    sampled = [episode("c408408", "408")]
+    stored = store_groups(tmp_path / "rollouts", sampled)
+    functions = "grpo_megatron.rewards.functions:"
+    domains = [
+        domain(f"{HOSTILE}:of_last_turn", f"{functions}exact_match", f"{functions}numeric_match")
+    ]
+
+    async def run():
+        async with RewardPool(domains) as pool:
+            return [*await pool.score(sampled), *await pool.score(stored)]
+
+    for scored in asyncio.run(run()):
+        values = {name: float(value[0]) for name, value in scored.components.items()}
+        assert values == {"of_last_turn": 4.0, "exact_match": 1.0, "numeric_match": 1.0}
 
 
 def test_texts_and_token_ids_are_read_from_files(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 
@@ -22,6 +23,10 @@ async def agent(problem: Problem, client: ClientSettings, *, worth: float = 1.0)
         answer = await openai.chat.completions.create(model=client.model, messages=[question])
         while problem.question == "on":  # until it is refused
             await openai.chat.completions.create(model=client.model, messages=[question])
+    if problem.question == "cancelled":
+        raise asyncio.CancelledError
+    if problem.question == "nan":
+        return math.nan
     if problem.question == "crash":
         raise ValueError("this function is broken")
     if problem.question == "exit":

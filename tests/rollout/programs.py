@@ -48,6 +48,10 @@ def main(deed: str) -> None:
         print('{"reward": 1e999}')
     elif deed == "nan":
         print('{"reward": NaN}')
+    elif deed == "transcript":
+        print(json.dumps({"reward": 1.0, "transcript": "y" * (4 << 20)}) + "\n \n")
+    elif deed == "long-transcript":
+        print(json.dumps({"reward": 1.0, "transcript": "y" * (9 << 20)}))
     elif deed == "flood":
         line = "x" * (1 << 20) + "\n"
         for _ in range(64):

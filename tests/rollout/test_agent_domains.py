@@ -29,7 +29,7 @@ from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import ConfigError, EngineError, EpisodeError
 from grpo_megatron.launch.bindings import refuse_unbound_environments
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.agent_domains import AgentDomain
+from grpo_megatron.rollout.agent_domains import AgentDomain, domain_metrics
 from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.episode_domains import agent_domains
 from grpo_megatron.rollout.episodes import EpisodeSeeds
@@ -139,6 +139,8 @@ def test_a_command_plays_an_episode(directory, tokenizer, tmp_path, monkeypatch)
         ("garbage", math.nan, True),
         ("infinite", math.nan, True),
         ("nan", math.nan, True),
+        ("transcript", 1.0, False),
+        ("long-transcript", math.nan, True),
     ],
 )
 def test_what_a_command_comes_to(directory, tokenizer, deed, outcome, is_spoilt):
@@ -151,6 +153,64 @@ def test_what_a_command_comes_to(directory, tokenizer, deed, outcome, is_spoilt)
     scored = rewards_of(config, prompt, record)
     expected = np.nan if is_spoilt else np.nansum([outcome, 1.0])
     np.testing.assert_equal(scored.rewards, [expected])
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        ("nan", "reward is no finite number"),
+        ("long-transcript", "the last line that the program prints has more than 8 MiB"),
+    ],
+)
+def test_an_outcome_that_is_none_is_told(directory, tokenizer, caplog, deed, words):
+    played(directory, tokenizer, command(deed))
+    assert words in caplog.text
+
+
+def counted(directory, tokenizer, config, *questions):
+    """Metrics of these episodes, as a rollout worker has them."""
+    policy = Policy(tokenizer, "408")
+
+    async def run():
+        async with EnvironmentHost(config.domains) as host, Door("127.0.0.1") as door:
+            domains = agent_domains(
+                config, tokenizer, directory, host.environment, door, Path("log")
+            )
+            for question in questions:
+                prompt = Prompt("p", "d", "", (5,), "408", {"kind": "test"}, question)
+                await domains["d"].play(policy, prompt, EpisodeSeeds(7, 3), 200)
+            return domain_metrics(host.take_metrics(), domains)
+
+    found = asyncio.run(run())
+    return {name.removeprefix("environment/d/"): count for name, count in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("questions", "expected"),
+    [
+        (("ok", "12*34"), {"episodes": 2}),
+        (("on",), {"episodes": 1}),  # refused a turn by a limit, of which the host knows nothing
+        (("silent",), {"spoilt": 1}),
+        (("nan", "crash", "garbage", "cancelled"), {"spoilt": 4}),
+        (("ok", "exit"), {"episodes": 1, "lost": 1, "ends": 1}),
+    ],
+)
+def test_how_episodes_of_a_function_are_counted(directory, tokenizer, questions, expected):
+    config = config_of(function=FUNCTION, max_turns=2)
+    counts = counted(directory, tokenizer, config, *questions)
+    assert counts == {"episodes": 0, "spoilt": 0, "lost": 0, "ends": 0} | expected
+
+
+def test_how_episodes_of_a_command_are_counted(directory, tokenizer):
+    counts = counted(directory, tokenizer, command("nan"), "12*34")
+    assert counts == {"episodes": 0, "spoilt": 1, "lost": 0, "ends": 0}
+
+
+def test_rewards_of_nan_stop_the_run(directory, tokenizer, monkeypatch):
+    monkeypatch.setattr(failures_module, "MAX_SPOILT", 3)
+    config = config_of(function=FUNCTION)
+    with pytest.raises(EpisodeError, match=r"spoilt 3 episodes .* no finite number"):
+        played(directory, tokenizer, config, *["nan"] * 4)
 
 
 def test_a_program_that_asks_for_no_turn_cannot_be_scored(directory, tokenizer):

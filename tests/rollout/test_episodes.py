@@ -148,6 +148,7 @@ def test_a_call_its_result_and_an_answer(tokenizer):
         tokenizer.decode(found.token_ids[turn.start : turn.end].tolist()) for turn in found.turns
     ]
     assert said == [CALL, "408"]
+    assert found.text == "408"  # what rewards judge
     # the second request is the first one, what was sampled, and what came between
     first, second = (ids for ids, _ in script.asked)
     assert second[: len(first)] == first and len(second) > len(first) + found.turns[0].end
@@ -202,6 +203,25 @@ def test_a_micro_batch_holds_all_sequences_of_an_episode(tokenizer):
         assert sum(sizes_found) <= most
         assert (sizes_found == sizes) == (most == sum(sizes))
         assert found.truncated
+
+
+@pytest.mark.parametrize(
+    "changes", [{"turn_tokens": 10}, {"episode_tokens": 28}, {"max_model_len": 70}]
+)
+@pytest.mark.parametrize("texts", [(), (CALL,)])
+def test_a_last_turn_that_a_limit_cuts_counts_as_truncated(tokenizer, texts, changes):
+    """Although the environment ends the episode with it."""
+    limits = replace(LIMITS, **changes)
+    script = Script(tokenizer, *texts, "408" * 40)
+    found = play(tokenizer, script, Calculator(), limits=limits)
+    assert len(found.turns) == len(texts) + 1
+    assert found.outcome == 0.0 and found.truncated
+
+
+def test_a_cut_turn_that_another_one_follows_does_not(tokenizer):
+    limits = replace(LIMITS, turn_tokens=4)
+    found = play(tokenizer, Script(tokenizer, "12345", "408"), Patient(), limits=limits)
+    assert len(found.turns) == 2 and found.outcome == 1.0 and not found.truncated
 
 
 def test_a_turn_that_its_budget_cuts_is_ended_by_the_template(tokenizer):
@@ -324,10 +344,10 @@ def test_episodes_none_of_which_can_begin_stop_the_run(tokenizer, monkeypatch):
 
     player = EpisodePlayer(turn_tokens=turn_tokens, read_reply=read_reply, decode=tokenizer.decode)
 
-    def play_one(question):
+    def play_one(question, seed=7):
         script = Script(tokenizer, "408")
-        problem = Problem(question, "")
-        return asyncio.run(player.play(script, Verbose(), problem, EpisodeSeeds(7, None), LIMITS))
+        seeds = EpisodeSeeds(seed, None)
+        return asyncio.run(player.play(script, Verbose(), Problem(question, ""), seeds, LIMITS))
 
     for _ in range(5):  # a group of one long problem is one
         assert np.isnan(play_one("987654").outcome)
@@ -335,9 +355,14 @@ def test_episodes_none_of_which_can_begin_stop_the_run(tokenizer, monkeypatch):
     assert play_one("12").outcome == 1.0
     for question in ("987654", "987653"):
         assert np.isnan(play_one(question).outcome)
-    with pytest.raises(DataError, match="none of 3 episodes in a row can begin") as caught:
+    with pytest.raises(DataError, match="of 3 groups in a row cannot begin") as caught:
         play_one("987652")
     assert "max_model_len" in caught.value.where
+    assert play_one("12").outcome == 1.0
+    for step in range(2):  # one question, step after step
+        assert np.isnan(play_one("987654", seed=step).outcome)
+    with pytest.raises(DataError, match="of 3 groups in a row cannot begin"):
+        play_one("987654", seed=2)
 
 
 @pytest.mark.parametrize("name", ["calculator", "guess_number", "lights_out"])

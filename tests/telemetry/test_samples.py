@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.samples import extremes, write_samples
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, Turn
 
 
 def read_samples(path) -> list[dict]:
@@ -47,6 +48,39 @@ def test_unscorable_samples_are_left_out():
     best, worst = extremes(0, groups, 3)
     assert best["completion"] == worst["completion"] == "b1"
     assert best["components"] == {"match": 0.5}
+
+
+def characters(ids) -> str:
+    return "".join(map(chr, ids))
+
+
+def test_of_an_episode_all_is_shown_that_the_policy_has_read():
+    group = scored("a", [1.0])
+    [completion] = group.group.completions
+    ids = np.array([ord(character) for character in "call=4=4"], np.int32)
+    episode = replace(
+        completion,
+        token_ids=ids,
+        text="4",
+        turns=(Turn(0, 4), Turn(7, 8)),
+        answered_ids=tuple(map(ord, "rules a?")),
+    )
+    episode = replace(episode, earlier=(replace(episode, token_ids=ids[:3]),))
+    group = replace(group, group=replace(group.group, completions=(episode,)))
+    [best, _] = extremes(0, [group], 1, characters)
+    assert best["prompt"] == "rules a?"
+    assert best["completion"] == "call=4=4" and best["earlier"] == ["cal"]
+
+
+def test_a_completion_is_shown_behind_what_it_answers():
+    group = scored("a", [1.0])
+    [completion] = group.group.completions
+    retry = replace(completion, answered_ids=tuple(map(ord, "a? wrong, again")))
+    other = replace(group, group=replace(group.group, completions=(retry,)))
+    [best, _] = extremes(0, [other], 1, characters)
+    assert (best["prompt"], best["completion"]) == ("a? wrong, again", "a0")
+    [best, _] = extremes(0, [group], 1, characters)
+    assert (best["prompt"], best["completion"]) == ("a?", "a0")
 
 
 def test_files_are_readable_whatever_the_text(tmp_path):

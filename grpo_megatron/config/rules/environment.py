@@ -90,16 +90,19 @@ def outcomes_need_an_environment(
 def episodes_fit_into_completions(
     run: RunConfig, domain: DomainConfig, index: int
 ) -> Violation | None:
-    """Refuse an episode that is longer than the longest completion of the engines."""
+    """Refuse an episode that is longer than the longest completion of its domain."""
     episodes = domain.episodes
-    longest = run.rollout.max_new_tokens
+    longest = run.max_new_tokens_of(domain.name)
     if episodes is None or (episodes.episode_tokens or 0) <= longest:
         return None
+    limit = "rollout.max_new_tokens"
+    if domain.max_new_tokens is not None:
+        limit = f"domains.{index}.max_new_tokens"
     return Violation(
         f"{_table(domain, index)}.episode_tokens",
-        f"an episode cannot exceed rollout.max_new_tokens ({longest})",
+        f"an episode cannot exceed {limit} ({longest})",
         nearest=(longest,),
-        related=("rollout.max_new_tokens",),
+        related=(limit,),
     )
 
 
