@@ -40,6 +40,7 @@ _CALLS = ("tool_calls", "function_call")
 _NOTHING = ("", "[]", "{}", "null")
 _OPENED_THOUGHT = re.compile(r"<think>\s*\Z")
 _CLOSED_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_ENDS_IN_WORD = re.compile(r"\w\s*\Z")
 _THOUGHT_BEGIN = "<think>"
 _THOUGHT_END = "</think>"
 
@@ -200,13 +201,26 @@ def conversation_of(metadata: Mapping[str, Any]) -> list[Message]:
 
 def tools_of(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of a row: a list of tables, or its JSON text. Empty where it has none, or
-    its field is something else of its own."""
+    its field is something else of its own.
+
+    Of a list, fields without a value are left out: Parquet has those of all tools in each."""
     found = metadata.get(TOOLS)
     if isinstance(found, str):
         found = json_list_in(found)
+    elif isinstance(found, list):
+        found = _with_values(found)
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         return []
     return found
+
+
+def _with_values(value: Any) -> Any:
+    """Return a value without the fields, of all tables in it, that have none."""
+    if isinstance(value, Mapping):
+        return {name: _with_values(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_with_values(item) for item in value]
+    return value
 
 
 def split_reply(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
@@ -315,10 +329,12 @@ def behind_opening(prompt: str, assistant_prefix: str, answer: str) -> str:
 
 
 def _with_any_blanks(opening: str) -> re.Pattern[str]:
-    """Return what finds an opening whose white space may differ. Behind one that ends with some it
-    takes the answer's."""
+    """Return what finds an opening whose white space may differ, but not within a word. Behind one
+    that ends with some it takes the answer's."""
     words = re.findall(r"</?think>|[^\s<]+|<", opening)
     pattern = r"\s*" + r"\s*".join(map(re.escape, words))
+    if _ENDS_IN_WORD.search(opening):
+        pattern += r"(?!\w)"
     if opening[-1].isspace():
         pattern += r"\s*"
     return re.compile(pattern)

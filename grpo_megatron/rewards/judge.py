@@ -177,7 +177,7 @@ def _verdict(reply: str, *, is_cut: bool) -> str:
         if is_cut:  # within its last line
             verdict = verdict.rpartition("\n")[0]
         return verdict
-    if is_cut or _BEGIN_OF_THOUGHT in reply:
+    if is_cut or reply.lstrip().startswith(_BEGIN_OF_THOUGHT):
         return ""
     return reply
 

@@ -49,11 +49,12 @@ _SCALED = re.compile(
     (?P<close>(?(open)\}}?\$?|))
     (?:[ ~]|\\[ ,;:])*
     (?P<text>\\(?:text|textbf|textrm|mathrm|mbox)\{{[ ]*)?
-    (?P<scales>{_SCALE}(?:[ ]{_SCALE})*)(?![\w-])
+    (?P<scales>{_SCALE}(?:[ ]{_SCALE}){{0,3}})(?![\w-])
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""A number before words for powers of ten, which may stand behind its box or its dollars."""
+"""A number before words for powers of ten, a few at most, which may stand behind its box or its
+dollars."""
 
 _LATEX_OF_SIGNS = {
     "±": r"\pm ",
@@ -77,7 +78,9 @@ _NAME = re.compile(r"(?<![A-Za-z\\])(pi|log|ln|sin|cos|tan)(?![A-Za-z])")
 # --- one number
 
 _NO_UNIT = r"(?:pi|log|ln|sin|cos|tan|sqrt|and|or|to|mod|choose|over|times|plus|minus|negative)\b"
-_PARTS = "thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?"
+_PARTS = (
+    "(?:thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?)(?![ -]grade)"
+)
 _CHANGED_BY_WORDS_BEFORE = re.compile(
     rf"""
     \b(?:square|cube|cubic|sqrt|squared|cubed|factorials?|logarithms?|log|ln|sin|cos|tan|inverse
@@ -158,14 +161,17 @@ def plain_numbers(text: str) -> str:
     return text
 
 
-def plain_signs(text: str) -> str:
-    """Return a text whose numbers are plain, without words for powers of ten, and whose repeating
-    decimals, exponents, roots, mixed numbers and percents are such as math-verify reads."""
+def plain_signs(text: str, *, has_factors: bool = True) -> str:
+    """Return a text whose numbers are plain, and whose repeating decimals, exponents, roots, mixed
+    numbers and percents are such as math-verify reads.
+
+    has_factors: whether words for powers of ten are factors of the number before them."""
     text = plain_numbers(text)
     text = text.replace("²", "^2").replace("³", "^3")
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _ROOT.sub(_latex_of_root, text)
-    text = _SCALED.sub(_scaled, text)
+    if has_factors:
+        text = _SCALED.sub(_scaled, text)
     text = _MIXED_ALONE.sub(r"\1\\frac{\2}{\3}", text)
     return _FRACTION_OF_PERCENT.sub(_fraction_of_percent, text)
 
@@ -217,8 +223,18 @@ def parsed_reference(answer: str) -> list[Any]:
 
 def parsed_completion(completion: str) -> list[Any]:
     """Return math-verify's reading of a completion; of one that is an answer alone, without `$…$`,
-    also the readings that it would have as a reference."""
+    also the readings that it would have as a reference.
+
+    Words for powers of ten are factors, or else the unit that a reference may leave out."""
     text = plain_signs(completion).strip()
+    parsed = _parsed_alone(text)
+    with_units = plain_signs(completion, has_factors=False).strip()
+    if with_units != text:
+        parsed = parsed + _parsed_alone(with_units)
+    return parsed
+
+
+def _parsed_alone(text: str) -> list[Any]:
     parsed = _parsed(text)
     is_one_line = len(text) <= _LONGEST_ANSWER and "\n" not in text
     if is_one_line and not _has_environment(text):

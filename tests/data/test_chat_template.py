@@ -362,6 +362,17 @@ def test_tools_of_a_row_reach_the_template(tmp_path, tools):
     assert '"name": "add"' in renderer.rephrased(prompt, str.upper)
 
 
+def test_fields_of_tools_without_a_value_are_left_out(tmp_path):
+    """Parquet has the parameters of all tools in each."""
+    parameters = {"properties": {"a": {"type": "number", "enum": None}, "city": None}}
+    tools = [{"name": "add", "parameters": parameters}, {"name": "now", "parameters": None}]
+    _, prompt = tools_prompt(write_tokenizer(tmp_path, "qwen"), tools)
+    assert "null" not in prompt.text and "city" not in prompt.text
+    assert '"a": {"type": "number"}' in prompt.text
+    _, prompt = tools_prompt(write_tokenizer(tmp_path, "qwen"), json.dumps(tools))
+    assert '"city": null' in prompt.text
+
+
 def test_tools_of_a_row_take_the_place_of_those_of_its_domain(tmp_path):
     directory = write_tokenizer(tmp_path, "qwen")
     of_domain = {"template_arguments": {"tools": [{"name": "other"}]}}

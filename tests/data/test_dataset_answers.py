@@ -168,6 +168,8 @@ CLOSES = {"template_arguments": {"enable_thinking": False}}
         ("deepseek", {}, "\n<think>\n\n</think>\n\n5", "</think>\n\n5"),
         ("qwen", OPENS, "<think> t</think>5", "t</think>5"),
         ("qwen", {"assistant_prefix": "Let me  think:"}, "Let me think: 5", " 5"),
+        ("qwen", {"assistant_prefix": "I "}, "Is it 5? Yes", "Is it 5? Yes"),
+        ("qwen", {"assistant_prefix": "I "}, "I\nthink 5", "think 5"),
         ("qwen", CLOSES, "<think>\n\n</think>\n\n5", "5"),
         ("qwen", CLOSES, "<think></think>5", "5"),
         ("qwen", CLOSES, "5", "5"),

@@ -102,6 +102,7 @@ def test_a_failing_judge_is_an_error(replies):
         ("- 1: 2.\n- 2: 4 / 10.", 0.3),
         ("1:\n2: 4\n1: 2", 0.3),
         ("1: 2\n1: 3\n2: 3", 0.3),
+        ("1: 2\n2: 4\nIts <think> is never closed.", 0.3),
     ],
 )
 def test_what_a_judge_says_last_and_alone_is_its_verdict(reply, value):

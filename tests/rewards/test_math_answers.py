@@ -280,6 +280,8 @@ def test_an_answer_matches_itself(answer):
         ("a total of 5", "5", "6"),
         ("Section 5", "5", "6"),
         ("at least 5 people", "5", "6"),
+        ("12 fifth graders", "12", "5"),
+        ("12 fifth-grade students", "12", "12/5"),
     ],
 )
 def test_what_an_answer_means(answer, right, wrong):
@@ -335,6 +337,7 @@ def test_what_an_answer_means(answer, right, wrong):
         "half of 5",
         "one half of 5",
         "a third of 5",
+        "5 fifths",
         "log of 5",
         "factorial of 5",
         "reciprocal of 5",
@@ -359,9 +362,25 @@ def test_a_word_for_a_power_of_ten_may_stand_behind_the_box():
     ):
         assert math_verify(completion, "3.5 million") == 1
         assert math_verify(completion, "3500000") == 1
-        assert math_verify(completion, "3.5") == 0
+        assert math_verify(completion, "3.5 billion") == 0
     assert math_verify("In 5 million years it is $\\boxed{3.5}$.", "3.5") == 1
     assert math_verify("$\\boxed{\\frac{1}{2}}$, a million times", "1/2") == 1
+
+
+@pytest.mark.parametrize(
+    "completion",
+    ["So $\\boxed{3}$ dozen eggs.", "\\boxed{3\\text{ million}}", "It sells 3 million.", "3 dozen"],
+)
+def test_a_word_for_a_power_of_ten_may_be_the_unit_that_an_answer_leaves_out(completion):
+    """Where the question asks how many dozen."""
+    assert math_verify(completion, "3") == 1
+    assert math_verify(completion, "4") == 0
+
+
+@pytest.mark.parametrize("start", ["3", "$\\boxed{3}$", "1/2"])
+def test_words_for_powers_of_ten_without_end_are_read(start):
+    """As of a policy that repeats itself."""
+    assert math_verify(start + " trillion" * 500, "7") == 0
 
 
 @pytest.mark.parametrize("answer", ["2^{10}", "3, 5, 7", "1 1/2", "5!"])
