@@ -197,6 +197,16 @@ def test_more_tests_than_can_start_in_the_time_are_told(mode):
     assert code_tests(block("print(2)"), many, **PATIENT) == 0
 
 
+@needs_sandbox
+def test_a_program_that_does_not_end_is_not_a_slow_start(monkeypatch):
+    """However much of the time the starts before it have taken."""
+    name = "grpo_megatron.rewards.code_tests._LEAST_SHARE_OF_PROGRAMS"
+    monkeypatch.setattr(name, 1.0)  # all starts are slow
+    hangs = "if input() == '1':\n    while True: pass\nprint(1)"
+    tests = pairs(*[(str(number), "1") for number in range(40)])
+    assert code_tests(block(hangs), tests, timeout_s=3.0) == 0
+
+
 PRELUDE = "from typing import *\nimport math\nlimit = 3"
 
 
