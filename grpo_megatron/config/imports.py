@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.config.suggest import did_you_mean, nearest
 from grpo_megatron.errors import GrpoMegatronError
 
 ENVIRONMENT_REWARD = "environment"
@@ -38,12 +38,12 @@ def imported(reference: str, kind: type[GrpoMegatronError], what: str) -> Callab
             wanted = "class or function"
         raise kind(
             f"module {module_name} has no {wanted} {name!r}",
-            remedy=did_you_mean(name, _public_callables(module)),
+            remedy=_did_you_mean(name, module),
         )
     if not callable(function):
         raise kind(
             f"{reference} is {type(function).__name__}, not a function",
-            remedy=did_you_mean(name, _public_callables(module)),
+            remedy=_did_you_mean(name, module),
         )
     found: Callable[..., Any] = function
     return found
@@ -76,16 +76,18 @@ def _imported_module(name: str, kind: type[GrpoMegatronError]) -> Any:
         ) from error
 
 
-def _public_callables(module: Any) -> list[str]:
-    """Return the functions and classes that the module defines; those that it imports where it
-    defines none."""
+def _did_you_mean(name: str, module: Any) -> str:
+    """Suggest functions and classes of the module that are named alike, also those that it imports;
+    where none is, list those that it defines, or imports where it defines none."""
     own = []
     others = []
-    for name, value in vars(module).items():
-        if name.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
+    for known, value in vars(module).items():
+        if known.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
             continue
         if value.__module__ == module.__name__:
-            own.append(name)
+            own.append(known)
         else:
-            others.append(name)
-    return own or others
+            others.append(known)
+    if nearest(name, own + others):
+        return did_you_mean(name, own + others)
+    return did_you_mean(name, own or others)

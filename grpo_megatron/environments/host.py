@@ -54,7 +54,7 @@ from grpo_megatron.environments.wire import (
 )
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.orphans import start_worker
-from grpo_megatron.rewards.printing import Printing
+from grpo_megatron.rewards.printing import Printing, open_log
 from grpo_megatron.types import Problem
 
 logger = logging.getLogger(__name__)
@@ -170,11 +170,10 @@ class EnvironmentProcess:
 
     async def _open(self) -> asyncio.StreamReader:
         """Start it, and say what it runs."""
+        log = open_log(self._log_path)
         worker = await start_worker(_WORKER)
         self._process = worker.process
-        self._printing = Printing(
-            worker.output, self._log_path, self.failures.subject, self._end_flood
-        )
+        self._printing = Printing(worker.output, log, self.failures.subject, self._end_flood)
         reader, self._writer = await asyncio.open_connection(sock=worker.link, limit=LONGEST_LINE)
         with contextlib.suppress(ConnectionError):  # it has ended: its missing answer says so
             self._writer.write(line(self._begin))

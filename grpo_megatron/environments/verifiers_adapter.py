@@ -240,7 +240,8 @@ def _policy_client(exchange: Any) -> Any:
 
 def write_rows(environment: str, path: Path, arguments: Mapping[str, Any] | None = None) -> int:
     """Write the rows of the environment's data set as JSON lines: `messages`, `answer`, `info`.
-    Returns their number. The file is there when it is whole; an earlier one stays until then.
+    Returns their number. The file is there when it is whole; an earlier one stays until then. What
+    is no file, `/dev/stdout` for example, is written to, and a link followed.
 
     EpisodeError where the environment cannot be made, or the file not be written; it names the
     first row that cannot be one."""
@@ -255,7 +256,10 @@ def write_rows(environment: str, path: Path, arguments: Mapping[str, Any] | None
         ):
             lines.append(json.dumps(_written_row(row)) + "\n")
     with raised_as(EpisodeError, "rows cannot be written", OSError, where=path):
-        write_atomically(path, "".join(lines))
+        if path.is_symlink() or path.is_fifo() or path.is_char_device():  # /dev/stdout
+            path.write_text("".join(lines), encoding="utf-8")
+        else:
+            write_atomically(path, "".join(lines))
     return len(lines)
 
 

@@ -232,7 +232,7 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
         }
         for name, most in most_samples.items():
             changes.at_most(f"allocation.{name}", getattr(config.allocation, name), most, why)
-    if config.distillation is not None:
+    if config.distillation is not None and config.distillation.mode == "topk_tail":
         changes.at_most("distillation.top_k", config.distillation.top_k, MAX_TOP_K, why)
     prompts = _PROMPTS_PER_DOMAIN * len(config.domains)
     if config.uses_dataset:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from grpo_megatron.errors import RewardError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.orphans import start_worker
-from grpo_megatron.rewards.printing import Printing
+from grpo_megatron.rewards.printing import Printing, open_log
 
 _WORKER = "grpo_megatron.rewards.reward_worker"
 _LONGEST_LINE = 1 << 26
@@ -71,9 +71,10 @@ class LocalPlace:
     async def open(self) -> Opened:
         """Start the process; the one before has ended, and what it left is ended here."""
         await self.kill()
+        log = open_log(self.log_path)
         worker = await start_worker(_WORKER)
         self.process = worker.process
-        self._printing = Printing(worker.output, self.log_path, "a reward", self._end_flood)
+        self._printing = Printing(worker.output, log, "a reward", self._end_flood)
         reader, writer = await asyncio.open_connection(sock=worker.link, limit=_LONGEST_LINE)
         self._opened = Opened(reader, writer)
         return self._opened

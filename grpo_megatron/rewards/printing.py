@@ -6,6 +6,7 @@ killed, before it has filled the disk, however busy the machine is."""
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,12 @@ _BLOCK = 1 << 16
 _REST_S = 1.0
 
 
+def open_log(path: Path) -> FileIO:
+    """Open a log for what a process will print, before it is started: where that fails, there is no
+    process yet that somebody would have to end. OSError where it fails."""
+    return path.open("ab", buffering=0)
+
+
 class Printing:
     """Appends what one process prints to a log, which others append to as well, until its output
     closes.
@@ -25,13 +32,13 @@ class Printing:
     Of what it prints at once, the first 2 MiB are kept; the log says how much is left out. When it
     is more than `MOST_AT_ONCE`, `flooded` is called, once, with what it printed in words.
 
-    who: the process, as the log names it. OSError where the log cannot be opened."""
+    log: from `open_log`, and closed here; who: the process, as the log names it."""
 
     def __init__(
-        self, output: BinaryIO, log_path: Path, who: str, flooded: Callable[[str], Awaitable[None]]
+        self, output: BinaryIO, log: FileIO, who: str, flooded: Callable[[str], Awaitable[None]]
     ):
         self._output = output
-        self._log = log_path.open("ab", buffering=0)
+        self._log = log
         self._who = who
         self._flooded = flooded
         self._num_left_out = 0

@@ -205,7 +205,6 @@ class _Episode:
             self._outcome = step.outcome
         if step.spoilt:
             self._outcome = _UNSCORABLE
-        if step.spoilt:
             self._finish_reason = "stop"
             return False
         if step.done:

@@ -267,6 +267,22 @@ def test_one_that_prints_without_end_fills_no_disk(tmp_path, caplog):
     assert f"{subject}: {found}" in caplog.text
 
 
+def test_a_log_that_cannot_be_opened_leaves_no_process(tmp_path):
+    """Which would count as one that has begun."""
+    log = tmp_path / "logs" / "log"
+    [process] = EnvironmentHost([domain()], log_path=log).processes
+
+    async def run():
+        with pytest.raises(FileNotFoundError):
+            await process.start()
+        assert process.pid is None
+        log.parent.mkdir()
+        assert await process.start() == 1
+        await process.close()
+
+    asyncio.run(run())
+
+
 def test_one_that_prints_without_end_while_it_is_imported(tmp_path, monkeypatch):
     host = EnvironmentHost([domain()], log_path=tmp_path / "log")
     (tmp_path / "log").touch()

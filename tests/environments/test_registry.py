@@ -110,6 +110,7 @@ def test_two_packages_with_one_name(points):
         ("nothing_like_it_at_all", {}, "there are: .*calculator"),
         ("not_here:Thing", {}, "no module 'not_here'"),
         (f"{HERE}:Silnt", {}, "no class or function 'Silnt'(.|\n)*did you mean 'Silent'"),
+        (f"{HERE}:DomainConfg", {}, "did you mean 'DomainConfig'"),  # which it imports
         (f"{HERE}:Silent", {}, "missing a required keyword-only argument: 'words'"),
         (f"{HERE}:Silent", {"wrods": 1, "words": 1}, "did you mean 'words'"),
         (f"{HERE}:NeedsMore", {"words": 1}, "needs no_such_module"),

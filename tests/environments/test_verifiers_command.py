@@ -84,6 +84,15 @@ def test_an_answer_may_be_anything(monkeypatch, tmp_path):
     assert rows[0]["messages"] == [{"role": "user", "content": "q"}]
 
 
+def test_a_link_is_followed(monkeypatch, tmp_path):
+    """As `/dev/stdout` is one: a file must not take its place."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "rows.jsonl")
+    with_rows(monkeypatch, {"prompt": ASKED})
+    assert verifiers_adapter.write_rows("env", link) == 1
+    assert link.is_symlink() and len(link.read_text().splitlines()) == 1
+
+
 def test_it_says_that_a_file_cannot_be_written(monkeypatch, capsys, tmp_path):
     with_rows(monkeypatch)
     assert run(monkeypatch, "env", tmp_path / "no" / "rows.jsonl") == EpisodeError.exit_code

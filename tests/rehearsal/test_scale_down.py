@@ -295,6 +295,12 @@ def test_teachers_behind_servers_are_asked_at_a_local_one(tmp_path):
     assert of_teachers == ["distillation.teachers.0.url", "distillation.teachers.0.model"]
 
 
+@pytest.mark.parametrize("mode", ["full", "sampled", "topk_tail"])
+def test_the_likeliest_tokens_are_few_where_a_mode_has_some(tmp_path, mode):
+    _, after = scaled("stages/tiny-distil", tmp_path, f"distillation.mode={mode}")
+    assert (after.distillation.top_k == MAX_TOP_K) == (mode == "topk_tail")
+
+
 def test_a_teacher_has_the_tokenizer_of_the_model_that_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "grpo_megatron.rehearsal.tiny_family.init_weights", lambda directory, seed: None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.rewards.printing import Printing
+from grpo_megatron.rewards.printing import Printing, open_log
 
 MIB = 1 << 20
 POUR = "import os\nwhile True: os.write(1, bytes(1 << 20))"
@@ -27,7 +27,7 @@ class Started:
         os.close(write_end)
         self.floods = []
         output = os.fdopen(read_end, "rb", buffering=0)
-        self.printing = Printing(output, log, "it", self.flooded)
+        self.printing = Printing(output, open_log(log), "it", self.flooded)
 
     async def flooded(self, printed):
         self.process.kill()
