@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -95,15 +95,17 @@ class PendingCheckpoint:
         parts: Iterable[Part],
         state: dict[str, Any],
         source: Path | None = None,
+        mark: Callable[[Path], None] | None = None,
     ):
         """Begin to write each of `parts`, which is copied before the next one is asked for; `state`
         follows with the mark that all is there.
 
-        Config, tokenizer and template of `source`, a Hugging Face directory, are copied.
-        Collective."""
+        Config, tokenizer and template of `source`, a Hugging Face directory, are copied; `mark`
+        changes the copies, in the directory that it is given. Collective."""
         self.directory = directory
         self._state = state
         self._source = source
+        self._mark = mark
         self._working = _working_directory(directory)
         on_rank_0(empty_directory, self._working)
         self._requests: dict[str, Any] = {}
@@ -156,6 +158,8 @@ class PendingCheckpoint:
             )
         if self._source is not None:
             on_rank_0(copy_side_files, self._source, self._working)
+        if self._mark is not None:
+            on_rank_0(self._mark, self._working)
         on_rank_0(write_json, self._working / COMPLETE, self._state)
         _finish_directory(self._working, self.directory, self._digests)
 

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: the files, and the export of a model that is spread over ranks."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -144,10 +144,12 @@ def export_model(
     directory: Path,
     source: Path,
     shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES,
+    mark: Callable[[Path], None] | None = None,
 ) -> int:
     """Write a model that is spread over all ranks; each writes its own files. Collective.
 
-    Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
+    Config, tokenizer and template are those of `source`; `mark` changes them, in the directory that
+    it is given, before the export has its name. Returns the bytes of weights written.
     Raises SetupError when the disk is full, MismatchError where other bytes are read back."""
     rank = dist.get_rank()
     world = dist.get_world_size()
@@ -170,6 +172,8 @@ def export_model(
     dist.barrier()
     on_rank_0(target.finish, source)
     shard_files.read_back(target, directory)
+    if mark is not None:
+        on_rank_0(mark, working)
     on_rank_0(durable.commit, working, directory)
     return target.num_bytes
 

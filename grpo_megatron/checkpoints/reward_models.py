@@ -1,12 +1,13 @@
 """What the config.json of a reward model says of its scalars."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.checkpoints import durable
 from grpo_megatron.errors import CheckpointError
+from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.reward_labels import REMEDY, UNNAMED, other_labels
 
 SCALARS = "regression"
@@ -16,26 +17,31 @@ PROBABILITIES = "multi_label_classification"
 
 
 def mark_as_reward_model(
-    directory: Path, labels: Sequence[str] = (), problem_type: str = SCALARS
+    directory: Path,
+    labels: Sequence[str] = (),
+    problem_type: str = SCALARS,
+    answer_ends: Collection[int] | None = (),
 ) -> None:
     """Let the config.json of an export say that it is a reward model with the scalars `labels`, or
     with one, as transformers (`…ForSequenceClassification`) and vLLM (`/pooling`) read it.
 
     transformers takes the scalars at the last token that is no padding, so a padding token that
-    also ends answers is left out: without one it reads one text at a time."""
+    also ends answers (`eos_token_id`, or one of `answer_ends`) is left out, and any where these are
+    not known (None): without one it reads one text at a time."""
     file = directory / "config.json"
-    hf = json.loads(file.read_text(encoding="utf-8"))
+    hf = json.loads(file.read_text(encoding="utf-8-sig"))
+    names = hf.get("architectures") or [family_of(hf.get("model_type")).architecture]
     hf["architectures"] = [
-        name.replace("ForCausalLM", "ForSequenceClassification") for name in hf["architectures"]
+        name.replace("ForCausalLM", "ForSequenceClassification") for name in names
     ]
-    names = list(labels) or [f"{UNNAMED}0"]
-    hf["id2label"] = {str(number): name for number, name in enumerate(names)}
-    hf["label2id"] = {name: number for number, name in enumerate(names)}
+    scalars = list(labels) or [f"{UNNAMED}0"]
+    hf["id2label"] = {str(number): name for number, name in enumerate(scalars)}
+    hf["label2id"] = {name: number for number, name in enumerate(scalars)}
     hf["problem_type"] = problem_type
     ends = hf.get("eos_token_id")
     if not isinstance(ends, list):
         ends = [ends]
-    if hf.get("pad_token_id") in ends:
+    if answer_ends is None or hf.get("pad_token_id") in (*ends, *answer_ends):
         hf["pad_token_id"] = None
     durable.write_json(file, hf)
 

@@ -26,10 +26,17 @@ from grpo_megatron.checkpoints.retention import ADAPTERS_FOLDER, WEIGHTS_FOLDER
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.weights.low_rank import addend_of_dora, low_rank_product, merged, row_norms
+from grpo_megatron.weights.low_rank import (
+    addend_of_dora,
+    exact_sum,
+    low_rank_product,
+    merged,
+    row_norms,
+)
 from grpo_megatron.weights.parameters import (
     ADAPTERS,
     CARRIED,
+    REWARD_HEAD,
     VALUE_HEAD,
     VOCABULARY,
     Parameter,
@@ -87,13 +94,23 @@ class MegatronSource:
     """A distributed checkpoint, of a run or converted, as the parameters of its model.
 
     With `carry`, also the tensors that Megatron's model has no parameter for. domain: whose
-    adapters are merged into the weights, where domains have adapters of their own. Raises
-    CheckpointError when it is none, damaged, of another model, or has no such domain."""
+    adapters are merged into the weights, where domains have adapters of their own. exact_sums:
+    weights with adapters come in fp32, to be rounded once to another dtype than they are stored in.
+    Raises CheckpointError when it is none, damaged, of another model, or has no such domain."""
 
     def __init__(
-        self, table: ParameterTable, directory: Path, *, carry: bool = True, domain: str = ""
+        self,
+        table: ParameterTable,
+        directory: Path,
+        *,
+        carry: bool = True,
+        domain: str = "",
+        exact_sums: bool = False,
     ):
         self.table = table
+        self._add = merged
+        if exact_sums:
+            self._add = exact_sum
         self.directory = directory / WEIGHTS_FOLDER
         self.stored: dict[str, dcp.TensorStorageMetadata] = {}
         self._chunks: dict[_ChunkKey, dcp.ChunkStorageMetadata] = {}
@@ -142,6 +159,13 @@ class MegatronSource:
         for parameter in self.table.parameters:
             for region in self.table.regions[parameter.name]:
                 wanted[region.key] = region.global_shape
+        if REWARD_HEAD in found and REWARD_HEAD not in wanted:
+            raise CheckpointError(
+                "it is of a reward model, and its config.json does not say what its scalars are, "
+                "as in checkpoints of earlier releases",
+                where=str(directory),
+                remedy="give the export of its run, or a checkpoint that the run has written since",
+            )
         for key in VOCABULARY:  # the layout that saved it may have padded them
             if key in wanted and key in found and found[key][0] > wanted[key][0]:
                 found[key] = (wanted[key][0], *found[key][1:])
@@ -186,10 +210,10 @@ class MegatronSource:
         b = self._whole(f"{prefix}lora_B.weight")
         product = low_rank_product(a, b, self._scale)
         if f"{prefix}lora_magnitude_vector" not in self._adapters:
-            return merged(weight, product)
+            return self._add(weight, product)
         magnitude = self._whole(f"{prefix}lora_magnitude_vector")
         norms = row_norms(weight, product)
-        return merged(weight, addend_of_dora(weight, product, magnitude, norms))
+        return self._add(weight, addend_of_dora(weight, product, magnitude, norms))
 
     def _adapter_of(self, name: str) -> str:
         """Return what the keys of the adapter beside a linear layer begin with; empty without

@@ -613,6 +613,19 @@ class RunConfig(Strict):
         return self.kind in ("preferences", "reward_model")
 
     @property
+    def begins_as_reference(self) -> bool:
+        """Whether the model that a run of preferences begins with is its reference. One that is
+        named has no adapters, so neither has the model then, or none that change anything yet."""
+        reference = self.preferences.reference
+        if reference is None:
+            return True
+        start = self.model.path
+        has_trained_adapters = self.lora is not None and self.lora.path is not None
+        if start is None or has_trained_adapters:
+            return False
+        return reference.resolve() == start.resolve()
+
+    @property
     def compares_pairs(self) -> bool:
         """Whether preferences are pairs of answers, which share a micro-batch."""
         return self.preferences.is_paired
@@ -699,6 +712,15 @@ class RunConfig(Strict):
             paths[f"domains.{number}.path"] = domain.path
         given = {key: path for key, path in paths.items() if path is not None}
         return {**given, **self.paths_of_other_models}
+
+    @property
+    def after_a_checkpoint(self) -> "RunConfig":
+        """What a trainer goes by that goes on with a checkpoint, which has the adapters of the run:
+        without those that the run began with."""
+        if self.lora is None or self.lora.path is None:
+            return self
+        lora = self.lora.model_copy(update={"path": None})
+        return self.model_copy(update={"lora": lora})
 
     @property
     def paths_of_other_models(self) -> dict[str, Path]:

@@ -39,7 +39,13 @@ from grpo_megatron.files import write_atomically
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.samples import extremes
-from grpo_megatron.trainer.requests import Request, ScoreAnswers, ScoreSteps, TakeWeights
+from grpo_megatron.trainer.requests import (
+    Request,
+    ScoreAnswers,
+    ScoreSteps,
+    TakeAdapters,
+    TakeWeights,
+)
 from grpo_megatron.types import (
     Completion,
     Prompt,
@@ -123,6 +129,16 @@ def read_at_its_end(answer: Completion) -> Completion:
     return Completion(ids, logprobs, span, answer.finish_reason, answer.text, turns=turns)
 
 
+def answer_ends(preferences: Preferences, tokenizer: TextTokenizer) -> list[int]:
+    """Return the tokens at which a reward model reads whole answers: the last ones of those that it
+    is trained on, and the tokenizer's end."""
+    ends = {tokenizer.eos_token_id}
+    for one in preferences.by_id.values():
+        for answer in one.answers:
+            ends.add(int(answer.token_ids[-1]))
+    return sorted(ends)
+
+
 class AnswerScorer:
     """Asks the trainer what its weights think of answers."""
 
@@ -131,10 +147,14 @@ class AnswerScorer:
         self._trainer = trainer
         self._scratch = scratch
 
-    async def scores(self, preferences: Sequence[Preference]) -> Scores:
-        """Return sums of log-probs of both answers of each, over the trainer's present weights."""
+    async def scores(
+        self, preferences: Sequence[Preference], *, with_adapters: bool = True
+    ) -> Scores:
+        """Return sums of log-probs of both answers of each, over the trainer's present weights;
+        these alone, where the policy's adapters are to be left out."""
         found: Scores = {}
-        async for part, rows in self._looked_at(preferences, ScoreAnswers(self._scratch)):
+        request = ScoreAnswers(self._scratch, with_adapters)
+        async for part, rows in self._looked_at(preferences, request):
             for number, one in enumerate(part):
                 found[one.prompt.prompt_id] = (rows[2 * number], rows[2 * number + 1])
         return found
@@ -186,13 +206,33 @@ class ReferenceScores:
         reference = self._config.preferences.reference
         if reference is not None:
             await self._trainer.call(TakeWeights(reference))
+        else:
+            await self._take_first_adapters(len(missing))
         for start in range(0, len(missing), _AT_ONCE):
-            found = await self._scorer.scores(missing[start : start + _AT_ONCE])
+            part = missing[start : start + _AT_ONCE]
+            # adapters are what the policy has beside its own weights, and no part of another model
+            found = await self._scorer.scores(part, with_adapters=reference is None)
             known |= found
             self._write(found)
         if reference is not None:
             await self._trainer.call(TakeWeights(self._initial_model))
         return known
+
+    async def _take_first_adapters(self, num_missing: int) -> None:
+        """Let the trainer have the adapters with which the run began, if there were any: one that
+        goes on with a checkpoint has not read them. Raises DataError where they are gone."""
+        lora = self._config.lora
+        if lora is None or lora.path is None:
+            return
+        if not lora.path.exists():
+            raise DataError(
+                f"lora.path is gone, and {num_missing} preferences have no log-probs of the "
+                "reference, which is the model that the run began with, these adapters included",
+                where=str(lora.path),
+                remedy="put the adapters back, or resume without what asks for more preferences, "
+                "such as more steps",
+            )
+        await self._trainer.call(TakeAdapters(lora.path))
 
     @property
     def _initial_model(self) -> Path:

@@ -31,6 +31,7 @@ from grpo_megatron.controller.preference_steps import (
     PreferenceSteps,
     ReferenceScores,
     Scores,
+    answer_ends,
     drawn_preferences,
 )
 from grpo_megatron.controller.recorded_step import StepSource
@@ -51,6 +52,8 @@ from grpo_megatron.data.prompts import Splits
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import GateError
 from grpo_megatron.files import write_atomically
+from grpo_megatron.plan.family import family_of
+from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import SETTINGS_TAKEN, append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
@@ -144,6 +147,8 @@ class Run:
         """Have the reference score the preferences, while the trainer has the first weights."""
         config = self.config
         trainer = self.resources.trainer
+        if config.kind == "reward_model":
+            _show_classless_family(config)
         recorder = PreferenceRecorder(
             config, self.run_dir.rollouts / "scored", self.resources.tokenizer
         )
@@ -261,7 +266,11 @@ class Run:
                 yield metrics, mirrors
 
     async def _export(self) -> None:
-        num_bytes = await self.resources.trainer.call(ExportModel(self.run_dir.export))
+        resources = self.resources
+        ends = []
+        if self.config.kind == "reward_model" and resources.preferences is not None:
+            ends = answer_ends(resources.preferences, resources.tokenizer)
+        num_bytes = await resources.trainer.call(ExportModel(self.run_dir.export, ends))
         show(
             "message",
             text=f"exported {num_bytes / 1e9:.3f} GB, read back whole: {self.run_dir.export}",
@@ -462,6 +471,18 @@ def new_sampler(config: RunConfig, splits: Splits) -> PromptSampler:
         config.seed,
         config.curriculum,
     )
+
+
+def _show_classless_family(config: RunConfig) -> None:
+    """Say of a reward model that transformers will not load it, where that is so."""
+    hf, _ = configuration_of(config.model)
+    family = family_of(hf["model_type"])
+    if not family.classifies:
+        show(
+            "message",
+            text=f"transformers has no {family.architecture_of_scalars} for models of "
+            f"{family.name}: it cannot load the export, which is for vLLM",
+        )
 
 
 def _show_unused_setting(config: RunConfig) -> None:

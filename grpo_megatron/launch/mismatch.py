@@ -12,7 +12,7 @@ from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.history import settings_of_step
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.errors import MismatchError
+from grpo_megatron.errors import DataError, MismatchError
 from grpo_megatron.launch.offline import TOLERANCE, choose_step, offline_trainer, recorded_steps
 from grpo_megatron.plan.model_facts import model_facts
 from grpo_megatron.rundir import RunDir
@@ -26,10 +26,12 @@ def report_mismatch(
 ) -> Iterator[str]:
     """Yield the lines of a table; writes the page with heat maps too.
 
-    Raises MismatchError where the largest gap is not the one that was recorded when the step was
-    trained: then it was measured at other weights, or with other settings."""
+    Raises DataError where no engine has sampled the step; MismatchError where the largest gap is
+    not the one that was recorded when the step was trained: then it was measured at other weights,
+    or with other settings."""
     run_dir = RunDir(path)
     step = choose_step(run_dir, step)
+    _refuse_dataset(run_dir, step)
     yield f"log-prob gap of step {step} of {path}: engine - trainer with live routing"
     table = SampleTable(run_dir.step_store(step))
     gap, metrics, notes, problem = asyncio.run(_measure(run_dir, step, overrides, table, by_layer))
@@ -53,6 +55,18 @@ def report_mismatch(
             where=f"{path}@{step}",
             remedy="this is not the gap that the step had: leave out KEY=VALUE that change what "
             "is trained, and see whether replay reproduces the step",
+        )
+
+
+def _refuse_dataset(run_dir: RunDir, step: int) -> None:
+    """DataError for a step whose answers are those of a data set."""
+    config = read_resolved(settings_of_step(run_dir, step)).config
+    if config.uses_dataset:
+        raise DataError(
+            f"a run of kind {config.kind} trains answers of its data set: no engine has sampled "
+            "them, so there are no log-probs to compare with the trainer's",
+            where=f"{run_dir.root}@{step}",
+            remedy="replay computes the step again; mismatch is for runs that sample",
         )
 
 

@@ -150,7 +150,7 @@ class OfflineTrainer:
         begins_with = start
         if start == step and has_checkpoint:  # which any settings of the run can load
             begins_with = settings_of
-        await self._begin(settings[begins_with])
+        await self._begin(settings[begins_with], loads=has_checkpoint)
         state = await self._start_at(start, has_checkpoint=has_checkpoint)
         for earlier in range(start, step):
             state = await self._go_on_with(settings[earlier], state, start)
@@ -195,7 +195,7 @@ class OfflineTrainer:
         checkpoint = self.scratch.step_checkpoint(state.step)
         self._link_reference_of(start)
         await self.call(SaveCheckpoint(directory=checkpoint, state=asdict(state)))
-        await self._begin(resolved)
+        await self._begin(resolved, loads=True)
         return RunState(**await self.call(LoadCheckpoint(checkpoint)))
 
     def _link_reference_of(self, start: int) -> None:
@@ -215,12 +215,17 @@ class OfflineTrainer:
         """Absolute path of a recorded step of the run."""
         return self.run_dir.step_store(step).absolute()
 
-    async def _begin(self, resolved: ResolvedConfig) -> None:
-        """Start ranks with these settings, in the place of those that there are."""
+    async def _begin(self, resolved: ResolvedConfig, *, loads: bool) -> None:
+        """Start ranks with these settings, in the place of those that there are. loads: they are to
+        load a checkpoint next."""
         await self.end()
         shutil.rmtree(self.scratch.endpoints, ignore_errors=True)  # of ranks that have ended
         self.scratch.endpoints.mkdir()
-        write_resolved(self.scratch.config, resolved)
+        of_ranks = resolved
+        if loads:
+            config = resolved.config.after_a_checkpoint
+            of_ranks = resolved.model_copy(update={"config": config})
+        write_resolved(self.scratch.config, of_ranks)
         self._resolved = resolved
         self._children = LocalProcesses(resolved.config, self.scratch).trainers()
         self._link = TrainerLink(resolved.config.trainer.command_timeout_s)

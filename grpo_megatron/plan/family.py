@@ -93,8 +93,14 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tower_prefix: str = "visual."  # begins the names of a vision tower's
     stacked: dict[str, Stacked] = {}  # by the tensor of a layer in files
     text_table: bool = False  # transformers reads the text's fields in a table `text_config` only
+    classifies: bool = True  # transformers has its `…ForSequenceClassification`
     same_code_as: str = ""  # family with the same code, where transformers does not carry this one
     lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it
+
+    @property
+    def architecture_of_scalars(self) -> str:
+        """The class of a reward model, as transformers and vLLM name it."""
+        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     @property
     def file(self) -> str:

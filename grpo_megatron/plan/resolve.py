@@ -24,6 +24,9 @@ from grpo_megatron.rundir import run_that_writes
 # vLLM 0.32.0, v1/attention/backends/cpu_attn.py; with another the first request ends the engine
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
+_IN_CHECKPOINTS = ("critic.path", "lora.path")
+"""Keys of what a run begins with and its checkpoints have."""
+
 
 def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
     """Read, override and validate a recipe; ConfigError with everything that is wrong."""
@@ -52,9 +55,9 @@ def refuse_missing(
     """DataError for the first input of `config` that does not exist, CheckpointError for adapters
     that are not those of [lora]. `coming`: one of a run, whose directory holds config.json, will
     do, because a submitted run is to write it; `has_checkpoint`: the run goes on after one, which
-    has the critic."""
+    has the critic and the adapters."""
     for key, path in config.input_paths.items():
-        if has_checkpoint and key == "critic.path":
+        if has_checkpoint and key in _IN_CHECKPOINTS:
             continue
         is_of_run = (path.parent / "config.json").exists() or run_that_writes(path) is not None
         if not path.exists() and not (coming and is_of_run):
@@ -64,7 +67,8 @@ def refuse_missing(
                 remedy="paths are relative to the directory the command runs in",
             )
     # what is there before a run has written it anew says nothing
-    if config.lora is not None and config.lora.path is not None and not coming:
+    has_own = coming or has_checkpoint
+    if config.lora is not None and config.lora.path is not None and not has_own:
         refuse_other_adapters(config.lora, config.lora.path)
 
 
@@ -118,7 +122,9 @@ def refuse_cpu_engine(config: RunConfig) -> None:
 
 
 def _generates_on_cpu(config: RunConfig) -> bool:
-    """Whether the engines of a recipe run on processors: it has no GPUs."""
+    """Whether a recipe has engines, and they run on processors: it has no GPUs."""
+    if config.num_replicas == 0:
+        return False
     return config.placement.gpus_per_node == 0 and is_cpu_engine()
 
 

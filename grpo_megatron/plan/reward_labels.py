@@ -1,18 +1,30 @@
-"""Whether a reward model that begins with another one has the same scalars."""
+"""Whether a reward model that begins with another one has the same scalars, and is nowhere where a
+language model is needed."""
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.rundir import run_that_writes
 
 REWARD_LABEL_RULES = RuleSet()
 """Their checks take the run, whose model can be read."""
 
+_ASKED_FOR_LOGPROBS = re.compile(
+    r"preferences\.reference|domains\.\d+\.reference|distillation\.teachers\.\d+\.path"
+)
 UNNAMED = "LABEL_"
 """Begins the names that transformers gives to labels."""
+USES = (
+    "give a language model; a reward model goes to model.path of kind reward_model or to "
+    "critic.path, or is served and asked by a reward"
+)
 REMEDY = (
     "name the domains as its labels, in their order, with preferences.scalar_per_domain; or begin "
     "with the language model"
@@ -48,6 +60,37 @@ def other_labels(hf: Mapping[str, Any], labels: Sequence[str]) -> str:
         f"the scalars of its head are {', '.join(theirs)}, and those of the recipe "
         f"{', '.join(labels) or 'a single one'}"
     )
+
+
+def is_reward_model(path: Path) -> bool:
+    """Whether a checkpoint is a reward model, or the run that is yet to write it trains one. One
+    that is not there, or cannot be read, is left to other rules."""
+    if path.exists():
+        try:
+            hf, _ = configuration_of(ModelConfig(path=path))
+        except ConfigError:
+            return False
+        return bool(labels_of(hf))
+    run = run_that_writes(path)
+    return run is not None and read_resolved(run / "config.json").config.kind == "reward_model"
+
+
+def needs_language_model(run: RunConfig, key: str) -> bool:
+    """Whether the checkpoint that a key names is asked for log-probs of tokens."""
+    if key == "model.path":
+        return run.kind != "reward_model"
+    return _ASKED_FOR_LOGPROBS.fullmatch(key) is not None
+
+
+@REWARD_LABEL_RULES.rule("reward_model_path")
+def reward_models_say_nothing_of_tokens(run: RunConfig) -> list[Violation]:
+    """Refuse reward models where a language model is needed: they have no output layer."""
+    found = []
+    for key, path in run.input_paths.items():
+        if needs_language_model(run, key) and is_reward_model(path):
+            violation = Violation(key, "is a reward model, and has no output layer", remedy=USES)
+            found.append(violation)
+    return found
 
 
 @REWARD_LABEL_RULES.rule("reward_labels")

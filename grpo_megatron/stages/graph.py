@@ -28,6 +28,7 @@ from grpo_megatron.plan.critic_model import why_not_a_critic
 from grpo_megatron.plan.lora import why_not_adapters
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.plan.reward_labels import USES, needs_language_model
 from grpo_megatron.rundir import RunDir
 
 _MEASURED_BY_MERGES = ("seconds",)
@@ -247,6 +248,18 @@ class Graph:
         """Whether a stage writes the adapters that it trains beside its checkpoint."""
         return self.table.stages[name].recipe is not None and self._config(name).lora is not None
 
+    def gives_reward_model(self, name: str) -> bool:
+        """Whether the checkpoint of a stage is a reward model; of merges and exports, by the first
+        part."""
+        part = next(iter(self.table.stages[name].parts), None)
+        if part is not None:
+            return self.gives_reward_model(Source.parse(part).stage)
+        return self.kind(name) == "reward_model"
+
+    def needs_language_model(self, name: str, key: str) -> bool:
+        """Whether what a stage takes for a key is asked for log-probs of tokens."""
+        return needs_language_model(self._config(name), key)
+
     def takes_samples(self, name: str, key: str) -> bool:
         """Whether `key` is the path of a domain that takes the samples of a run."""
         number = int(key.split(".")[1])
@@ -352,6 +365,7 @@ def load_graph(path: str | Path) -> Graph:
         for text in stage.parts:
             _check_type(graph, name, "model.path", Source.parse(text).stage)
             _check_domain_of_source(graph, name, "model.path", text)
+        _check_reward_models(graph, name)
         if stage.recipe is not None:
             graph.resolve(name)
             _check_domains(graph, name)
@@ -495,6 +509,33 @@ def _check_domains(graph: Graph, name: str) -> None:
                 remedy="compare with a stage that evaluates domains of this one; a domain of "
                 "weight = 0 is evaluated, and not trained",
             )
+
+
+def _check_reward_models(graph: Graph, name: str) -> None:
+    """ConfigError for a reward model where a stage needs a language model, or merges it with
+    one."""
+    stage = graph.table.stages[name]
+    where = graph.file.where(("stages", name))
+    for key, text in stage.inputs.items():
+        source = Source.parse(text).stage
+        if graph.gives_reward_model(source) and graph.needs_language_model(name, key):
+            raise ConfigError(
+                f"{key} of stage {name} takes a language model, and stage {source} gives a reward "
+                "model, which has no output layer",
+                where=where,
+                remedy=USES,
+            )
+    by_kind: dict[bool, str] = {}
+    for text in stage.parts:
+        source = Source.parse(text).stage
+        by_kind.setdefault(graph.gives_reward_model(source), source)
+    if len(by_kind) > 1:
+        raise ConfigError(
+            f"stage {name} merges the reward model of stage {by_kind[True]} with the language "
+            f"model of stage {by_kind[False]}",
+            where=where,
+            remedy="merge checkpoints of one kind",
+        )
 
 
 def _check_critic(graph: Graph, name: str) -> None:

@@ -144,16 +144,14 @@ def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
     _require_choice(job, directory)
     final = Path(job.target)
     working = durable.working_directory(final)
-    dtype: torch.dtype | None = None
-    if job.dtype:
-        dtype = getattr(torch, job.dtype)
+    dtype = _wanted_dtype(job)
     target = _plan_target(job, table, source, working, dtype)
     on_rank_0(_prepare, job, target)
     _write(source, target, job, dtype)
     with _phase("read back", target.num_bytes) as report:
         shard_files.read_back(target, final, report)
     if job.probe:
-        _compare(job, hf, table.parameters, layout, working, dtype)
+        _compare(job, hf, table, source, layout, working)
     on_rank_0(durable.commit, working, final)
 
 
@@ -193,7 +191,13 @@ def _open_source(job: ConversionJob, table: torch_dist.ParameterTable) -> Source
     if job.target is None:
         is_from_megatron = torch_dist.is_torch_dist(directory)
     if is_from_megatron:
-        return torch_dist.MegatronSource(table, directory, carry=job.carry, domain=job.domain)
+        return torch_dist.MegatronSource(
+            table,
+            directory,
+            carry=job.carry,
+            domain=job.domain,
+            exact_sums=job.dtype is not None,
+        )
     return hf_import.HFSource(table.parameters, directory, carry=job.carry)
 
 
@@ -285,6 +289,14 @@ def _tensors_of(
             yield name, cast(name, tensor, written_as, where="--dtype")
 
 
+def _wanted_dtype(job: ConversionJob) -> torch.dtype | None:
+    """Return the dtype that the job asks for; None: every tensor keeps its own."""
+    if job.dtype is None:
+        return None
+    wanted: torch.dtype = getattr(torch, job.dtype)
+    return wanted
+
+
 def _dtype_of(parameter: Parameter, source: Source, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which a parameter is written: the wanted one, but that of the source
     for what chooses experts, and for what Megatron has no parameter for."""
@@ -297,10 +309,10 @@ def _dtype_of(parameter: Parameter, source: Source, wanted: torch.dtype | None) 
 def _compare(
     job: ConversionJob,
     hf: dict[str, Any],
-    parameters: Sequence[Parameter],
+    table: torch_dist.ParameterTable,
+    source: Source,
     layout: TrainerConfig,
     working: Path,
-    dtype: torch.dtype | None,
 ) -> None:
     """Compare log-probs of source and result, where that can be done. Collective."""
     hf_directory = Path(job.source)
@@ -308,12 +320,21 @@ def _compare(
     if job.to == "hf":
         hf_directory = working
         megatron = Path(job.source)
-    for reason in all_gathered(probe.why_not(hf, num_elements(parameters), layout)):
+    stored = {}
+    if isinstance(source, torch_dist.MegatronSource):
+        stored = {parameter.name: source.dtype(parameter) for parameter in source.parameters}
+    for reason in all_gathered(probe.why_not(hf, num_elements(table.parameters), layout)):
         if reason:
             _say_once(message=f"log-probs were not compared: {reason}")
             return
     worst = probe.largest_difference(
-        hf, hf_directory, megatron / "weights", layout, dtype, job.domain
+        hf,
+        hf_directory,
+        megatron / "weights",
+        layout,
+        _wanted_dtype(job),
+        domain=job.domain,
+        stored=stored,
     )
     if not worst <= probe.TOLERANCE:
         raise MismatchError(

@@ -105,10 +105,18 @@ class TakeWeights(Request[None], frozen=True, tag=True):
     directory: Path
 
 
+class TakeAdapters(Request[None], frozen=True, tag=True):
+    """Before the first step: the policy takes adapters in PEFT's format."""
+
+    directory: Path
+
+
 class ScoreAnswers(Request[list[float]], frozen=True, tag=True):
     """Look at recorded answers; returns the sum of log-probs of each row."""
 
     directory: Path
+    with_adapters: bool = True
+    """False: the weights alone look at them, as if the policy had no adapters."""
 
 
 class ScoreSteps(Request[list[list[float]]], frozen=True, tag=True):
@@ -182,6 +190,8 @@ class ExportModel(Request[int], frozen=True, tag=True):
     """Write a Hugging Face checkpoint and read it back; the answer is its bytes."""
 
     directory: Path
+    answer_ends: list[int] = []
+    """Of a reward model: tokens at which it reads answers, beside those of config.json."""
 
 
 # --- publishing
@@ -228,6 +238,7 @@ AnyRequest = (
     | SnapshotReference
     | RenewReference
     | TakeWeights
+    | TakeAdapters
     | ScoreAnswers
     | ScoreSteps
     | CompareLogprobs

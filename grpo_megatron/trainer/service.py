@@ -1,7 +1,9 @@
 """How a trainer executes each of `requests`. Every rank executes every request."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ from grpo_megatron.trainer.requests import (
     SendWeights,
     SnapshotReference,
     Stop,
+    TakeAdapters,
     TakeWeights,
     Train,
     TrainColdStart,
@@ -74,7 +77,6 @@ from grpo_megatron.trainer.steps.step_labels import step_logits
 from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
 from grpo_megatron.weights.fp8_model import Fp8Model
-from grpo_megatron.weights.gather import on_rank_0
 from grpo_megatron.weights.publish_plan import Kept, OpenedStream
 
 
@@ -114,8 +116,7 @@ class TrainerService:
         self.load_hf(model_path)
         self.policy.begin_magnitudes()
         if self.policy.lora is not None and self.policy.lora.path is not None:
-            peft_format.import_adapters(self.policy, self.policy.lora.path)
-            self.policy.optimizer.reload_model_params()
+            self.take_adapters(self.policy.lora.path)
         self.references = References(config)
         if self.references.wanted:
             self.references.read_files(self.policy, self.load_hf)
@@ -171,11 +172,10 @@ class TrainerService:
                 return self.renew_reference(step)
             case TakeWeights(directory=directory):
                 return self.load_hf(directory)
-            case ScoreAnswers(directory=directory):
-                found: list[float] = answer_scores(
-                    self.config, self.policy, _table(directory)
-                ).tolist()
-                return found
+            case TakeAdapters(directory=directory):
+                return self.take_adapters(directory)
+            case ScoreAnswers(directory=directory, with_adapters=with_adapters):
+                return self.score_answers(directory, with_adapters=with_adapters)
             case ScoreSteps(directory=directory):
                 return step_logits(self.config, self.policy, _table(directory))
             case CompareLogprobs(directory=directory):
@@ -193,8 +193,8 @@ class TrainerService:
                 return self.load(directory)
             case FindCorruptFiles(directory=directory):
                 return corrupt_files(directory)
-            case ExportModel(directory=directory):
-                return self.export(directory)
+            case ExportModel(directory=directory, answer_ends=answer_ends):
+                return self.export(directory, answer_ends)
             case DescribeWeights(adapters=adapters):
                 if adapters and self.adapter_sender is None:
                     return []
@@ -276,6 +276,21 @@ class TrainerService:
             distributed.load_model(directory / "weights", self.policy.chunks, weights_alone=True)
         else:
             hf_import.import_weights(self.policy.sharded, directory)
+
+    def score_answers(self, directory: Path, *, with_adapters: bool) -> list[float]:
+        """Return the sum of log-probs of each recorded answer; by the weights alone where the
+        policy's adapters are to be left out."""
+        table = _table(directory)
+        with contextlib.ExitStack() as stack:
+            if not with_adapters:
+                stack.enter_context(self.policy.without_adapters())
+            found: list[float] = answer_scores(self.config, self.policy, table).tolist()
+        return found
+
+    def take_adapters(self, directory: Path) -> None:
+        """Read adapters in PEFT's format. Raises CheckpointError as `import_adapters`."""
+        peft_format.import_adapters(self.policy, directory)
+        self.policy.optimizer.reload_model_params()  # its fp32 copies follow
 
     def train(self, request: Train) -> TrainReport:
         """Take all optimizer steps of a recorded step; afterwards renew the reference, if due."""
@@ -458,33 +473,47 @@ class TrainerService:
         self.model_sender.model = self._published_weights()
         self._begin_adapters()
 
-    def export(self, directory: Path) -> int:
+    def export(self, directory: Path, answer_ends: Collection[int] = ()) -> int:
         """Write the policy as a Hugging Face checkpoint, adapters merged into its weights; they
         themselves are written beside it, in PEFT's format. Where domains have adapters of their own
-        each has a folder in both. Returns the bytes of weights written.
+        each has a folder in both. answer_ends: of a reward model, see `mark_as_reward_model`.
+        Returns the bytes of weights written.
 
         Raises what `export_model` does."""
         if self.domain_adapters is None:
-            return self._export(directory, directory.with_name("adapter"))
+            return self._export(directory, directory.with_name("adapter"), answer_ends)
         num_bytes = 0
         for domain in self.domain_adapters.domains:
             self.domain_adapters.take(domain)
             num_bytes += self._export(directory / domain, directory.with_name("adapter") / domain)
         return num_bytes
 
-    def _export(self, directory: Path, adapter_directory: Path) -> int:
+    def _export(
+        self, directory: Path, adapter_directory: Path, answer_ends: Collection[int] = ()
+    ) -> int:
         """Write the policy as it is, and its adapters, as `export` does."""
-        num_bytes = hf_export.export_model(self.policy.sharded, directory, self.model_path)
-        if self.config.kind == "reward_model":
-            gives = reward_models.SCALARS
-            if self.config.preferences.rows == "steps":
-                gives = reward_models.PROBABILITIES
-            labels = self.config.reward_labels
-            on_rank_0(reward_models.mark_as_reward_model, directory, labels, gives)
+        num_bytes = hf_export.export_model(
+            self.policy.sharded, directory, self.model_path, mark=self._mark(answer_ends)
+        )
         if self.policy.lora is not None:
             base = self.config.model.path or Path(str(self.config.model.preset))
             peft_format.export_adapters(self.policy, adapter_directory, str(base))
         return num_bytes
+
+    def _mark(self, answer_ends: Collection[int] | None) -> Callable[[Path], None] | None:
+        """Return what lets a config.json say that the policy is a reward model; None where it is
+        none. answer_ends: see `mark_as_reward_model`."""
+        if self.config.kind != "reward_model":
+            return None
+        gives = reward_models.SCALARS
+        if self.config.preferences.rows == "steps":
+            gives = reward_models.PROBABILITIES
+        return functools.partial(
+            reward_models.mark_as_reward_model,
+            labels=self.config.reward_labels,
+            problem_type=gives,
+            answer_ends=answer_ends,
+        )
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Begin to write a checkpoint, and `state` with it, after the one before is finished.
@@ -499,7 +528,11 @@ class TrainerService:
         if self.critic is not None:
             state[fitting.CRITIC] = True
         self._pending = distributed.PendingCheckpoint(
-            directory, self._checkpoint_parts(), state, self.model_path
+            directory,
+            self._checkpoint_parts(),
+            state,
+            self.model_path,
+            self._mark(answer_ends=None),
         )
 
     def _checkpoint_parts(self) -> Iterator[distributed.Part]:

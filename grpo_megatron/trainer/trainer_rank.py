@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_megatron import progress
+from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.errors import GrpoMegatronError, TransferError, as_own_error
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
@@ -142,6 +143,7 @@ def main(run_path: str, attempt: str = "") -> None:
     from grpo_megatron.trainer.megatron.policy import describe_kernels
     from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
     from grpo_megatron.trainer.service import TrainerService
+    from grpo_megatron.weights.gather import all_gathered
 
     info = RankInfo.from_environment()
     name = f"trainer-{info.rank}"
@@ -152,6 +154,8 @@ def main(run_path: str, attempt: str = "") -> None:
     group = dist.new_group(backend="gloo")
     # Weights must exist first: the controller announces itself once the model is on disk.
     endpoint = wait_for_endpoint(run_dir.endpoints / "controller.json", timeout_s)
+    if any(all_gathered(bool(complete_steps(run_dir.checkpoints)))):
+        config = config.after_a_checkpoint
     service = TrainerService(config, config.model.path or run_dir.model)
     # A million objects of torch, Megatron and the model stay until the end: without this every full
     # collection, of which Megatron asks for some in each checkpoint, looks at all of them (0.3 s).

@@ -8,11 +8,16 @@ def low_rank_product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Te
     return (b.detach().float() @ a.detach().float()) * scale
 
 
+def exact_sum(weight: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    """Return `weight + addend` in fp32, for who rounds it himself."""
+    return weight.detach().float() + addend
+
+
 def merged(weight: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """Return `weight + addend` in the dtype of the weight, computed in fp32 and rounded once.
 
     The weight stays as it is, so that merging again and again cannot drift."""
-    return (weight.detach().float() + addend).to(weight.dtype)
+    return exact_sum(weight, addend).to(weight.dtype)
 
 
 def row_norms(weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from grpo_megatron.config.trainer import refuse_other_than_layout
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.fp8_weights import BLOCK
 from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.plan.reward_labels import labels_of
 from grpo_megatron.weights.fp8_blocks import dequantise, scale_name
 from tests.checkpoints.test_hf_import import _change, _split_in_two
 from tests.checkpoints.test_resume import LAYOUTS
@@ -166,6 +167,60 @@ def _damage_is_found_before_anything_is_written(convert, directory: Path, layout
         assert (kind, exit_code) == ("CheckpointError", 8)
         assert f"1 files are not as they were written, for example ['weights/{file.name}']" in told
     assert not list(directory.parent.glob("damaged*/*"))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_beside_rounded_weights(world1, convert, moe_model, three_updates, tmp_path, dora):
+    """The sums have the dtype of the run, as its export, or are rounded once to the one that is
+    asked for; norms of DoRA are always rounded as the run has trained them."""
+    world1.run(
+        "tests.trainer.lora_ranks:service_run",
+        model=moe_model,
+        samples=three_updates,
+        layout={"precision": "bfloat16"},
+        root=str(tmp_path),
+        lora={"rank": 2, "dora": dora},
+    )
+    checkpoint, same, exact = tmp_path / "step_000001", tmp_path / "same", tmp_path / "exact"
+    exported = tensors_of(tmp_path / "export")
+    assert convert(checkpoint, same, to="hf", probe=True) is None
+    assert_same(same, exported)
+    assert convert(checkpoint, exact, to="hf", probe=True, dtype="float32") is None
+    sums = tensors_of(exact)
+    rounded = set()
+    for name, tensor in exported.items():
+        assert torch.equal(sums[name].to(tensor.dtype), tensor), name
+        if not torch.equal(sums[name], tensor.float()):
+            rounded.add(name)
+    assert any(name.endswith("q_proj.weight") for name in rounded)
+    assert not any("norm" in name for name in rounded)
+
+
+@pytest.mark.parametrize("model", ["dense", "tied"])
+def test_a_reward_model_has_its_head(request, world1, convert, tmp_path, model):
+    """As a run saves and exports it, and there and back."""
+    source = request.getfixturevalue(f"{model}_model")
+    world1.run(
+        "tests.trainer.preference_ranks:reward_model_files", model=source, root=str(tmp_path)
+    )
+    checkpoint, export = tmp_path / "step_000001", tmp_path / "export"
+    exported = tensors_of(export)
+    assert exported["score.weight"].shape[0] == 2 and "lm_head.weight" not in exported
+    hf = json.loads((export / "config.json").read_text())
+    for directory in (checkpoint, export):
+        assert labels_of(json.loads((directory / "config.json").read_text())) == ["even", "odd"]
+        assert convert(directory, None) is None
+    of_run, megatron, back = tmp_path / "of_run", tmp_path / "megatron", tmp_path / "back"
+    assert convert(checkpoint, of_run, to="hf", probe=True) is None
+    assert convert(export, megatron, to="megatron", probe=True) is None
+    assert convert(megatron, back, to="hf", probe=True) is None
+    for directory in (of_run, back):
+        assert_same(directory, exported)
+    assert json.loads((back / "config.json").read_text()) == hf
+    shutil.copy(Path(source, "config.json"), checkpoint)  # as earlier releases have saved it
+    (checkpoint / "digests.json").unlink()
+    _, code, text = convert(checkpoint, tmp_path / "older", to="hf")
+    assert code == 8 and "it is of a reward model" in text
 
 
 def test_another_dtype_by_choice(convert, tied_model, tmp_path):

@@ -32,6 +32,27 @@ def test_one_scalar(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_left_out"),
+    [({}, False), ({"answer_ends": [7, 9]}, False), ({"answer_ends": [7, 5]}, True)],
+)
+def test_padding_that_ends_answers_in_the_chat_template_alone(tmp_path, settings, is_left_out):
+    hf = {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 1, "pad_token_id": 5}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    mark_as_reward_model(tmp_path, **settings)
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found["pad_token_id"] == (None if is_left_out else 5)
+
+
+@pytest.mark.parametrize("architectures", [{}, {"architectures": []}, {"architectures": None}])
+def test_a_config_without_architectures_has_that_of_its_family(tmp_path, architectures):
+    text = json.dumps({"model_type": "qwen3", **architectures})
+    (tmp_path / "config.json").write_text(text, encoding="utf-8-sig")
+    mark_as_reward_model(tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    assert hf["architectures"] == ["Qwen3ForSequenceClassification"]
+
+
 def test_several_scalars(tmp_path):
     hf = marked(tmp_path, "helpful", "harmless")
     assert hf["id2label"] == {"0": "helpful", "1": "harmless"}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,12 @@ from hypothesis import strategies as st
 
 from grpo_megatron.algorithms.preferences import kto_baseline, kto_loss
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.preference_steps import PreferenceEvaluator, ReferenceScores, Scores
+from grpo_megatron.controller.preference_steps import (
+    PreferenceEvaluator,
+    ReferenceScores,
+    Scores,
+    answer_ends,
+)
 from grpo_megatron.data.dataset_answers import unsampled
 from grpo_megatron.data.preferences import Preference, Preferences
 from grpo_megatron.data.prompts import Splits
@@ -26,14 +32,16 @@ from tests.data.preference_files import recipe
 
 
 class StubScorer:
-    """Gives scores by id, and keeps the ids that it was asked for."""
+    """Gives scores by id, and keeps the ids that it was asked for, and whether adapters counted."""
 
     def __init__(self, scores: Scores):
         self._scores = scores
         self.asked: list[str] = []
+        self.with_adapters: list[bool] = []
 
-    async def scores(self, preferences) -> Scores:
+    async def scores(self, preferences, *, with_adapters=True) -> Scores:
         found = {}
+        self.with_adapters.append(with_adapters)
         for one in preferences:
             self.asked.append(one.prompt.prompt_id)
             found[one.prompt.prompt_id] = self._scores[one.prompt.prompt_id]
@@ -69,6 +77,13 @@ def test_the_loss_of_labelled_answers_is_the_one_that_is_trained(desirable, unde
     assert results["d"]["loss"] == pytest.approx(float(losses.mean()), rel=1e-12)
 
 
+def test_where_whole_answers_are_read():
+    answers = (unsampled([5, 6], 0, "stop", "x"), unsampled([6, 7], 0, "stop", "x"))
+    one = Preference(Prompt("a", "d", "a", (4,), ""), answers, (1.0, 0.0))
+    preferences = Preferences(Splits({}, (), (), 0), {"a": one}, {})
+    assert answer_ends(preferences, SimpleNamespace(eos_token_id=2)) == [2, 6, 7]
+
+
 # --- the reference's scores
 
 
@@ -92,6 +107,70 @@ def test_scores_are_computed_once(tmp_path):
     assert load(run_dir, "ab") == ({name: KNOWN[name] for name in "ab"}, ["a", "b"])
     assert load(run_dir, "abc") == (KNOWN, ["c"])
     assert load(run_dir, "abc") == (KNOWN, [])
+
+
+class StubTrainer:
+    """Keeps the checkpoints whose weights it was told to take."""
+
+    def __init__(self):
+        self.taken: list[Path] = []
+
+    async def call(self, request) -> None:
+        self.taken.append(request.directory)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_only_the_model_that_the_run_begins_with_has_adapters(tmp_path, is_named):
+    """They would change what another checkpoint computes."""
+    changes = {"lora": {"rank": 2, "dora": True}}
+    if is_named:
+        changes["preferences"] = {"reference": str(tmp_path)}
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
+    scorer = StubScorer(KNOWN)
+    trainer = StubTrainer()
+    scores = ReferenceScores(recipe("x", **changes), run_dir, scorer, trainer)
+    assert asyncio.run(scores.load([preference("a", 1.0)])) == {"a": KNOWN["a"]}
+    assert scorer.with_adapters == [not is_named]
+    taken = [tmp_path, run_dir.model] if is_named else []
+    assert trainer.taken == taken
+
+
+def test_the_reference_has_the_adapters_with_which_the_run_began(tmp_path):
+    """Which a trainer that goes on with a checkpoint has not read."""
+    adapters = tmp_path / "adapters"
+    config = recipe("x", lora={"rank": 2, "path": str(adapters)})
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
+    trainer = StubTrainer()
+    scores = ReferenceScores(config, run_dir, StubScorer(KNOWN), trainer)
+    with pytest.raises(DataError, match=r"lora\.path is gone, and 1 preferences have no log-probs"):
+        asyncio.run(scores.load([preference("a", 1.0)]))
+    adapters.mkdir()
+    asyncio.run(scores.load([preference("a", 1.0)]))
+    assert trainer.taken == [adapters]
+    adapters.rmdir()
+    assert asyncio.run(scores.load([preference("a", 1.0)])) == {"a": KNOWN["a"]}
+
+
+@pytest.mark.parametrize(
+    ("reference", "lora", "is_same"),
+    [
+        (None, None, True),
+        (None, {"rank": 2, "path": "adapter"}, True),  # which the reference has, too
+        ("other", None, False),
+        ("model", None, True),
+        (
+            "folder/../model",
+            {"rank": 2, "dora": True},
+            True,
+        ),  # adapters that are not trained change nothing
+        ("model", {"rank": 2, "path": "adapter"}, False),  # a reference by name has none
+    ],
+)
+def test_when_the_policy_begins_as_its_reference(reference, lora, is_same):
+    changes = {"model": {"path": "model"}, "preferences": {"reference": reference}, "lora": lora}
+    assert recipe("x", **changes).begins_as_reference == is_same
 
 
 def test_files_of_older_runs_have_no_digest(tmp_path):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import TransferError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.trainer.requests import AnyRequest, read_request, to_json_values
@@ -41,6 +42,11 @@ def start(config: RunConfig, model: str) -> None:
 def execute(request: AnyRequest) -> Any:
     """What the controller would ask of it."""
     return _service.execute(request)
+
+
+def policy() -> Policy:
+    """What it trains."""
+    return _service.policy
 
 
 def reply(values: dict[str, Any]) -> dict[str, Any]:

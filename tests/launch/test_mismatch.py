@@ -10,6 +10,7 @@ import pytest
 
 from grpo_megatron.config.history import record_settings
 from grpo_megatron.config.loader import write_resolved
+from grpo_megatron.errors import DataError
 from grpo_megatron.launch import mismatch
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
@@ -59,6 +60,23 @@ R3 = "routing.replay=r3"
 )
 def test_the_recorded_gap(tmp_path, recorded, flags, now, is_told):
     assert bool(problem_with(tmp_path, recorded, *flags, now=now)) == is_told
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        ("stages/tiny-sft", "sft"),
+        ("stages/tiny-preferences", "preferences"),
+        ("stages/tiny-reward-model", "reward_model"),
+    ],
+)
+def test_a_step_that_no_engine_has_sampled(tmp_path, monkeypatch, recipe, kind):
+    run_dir = RunDir(tmp_path)
+    write_resolved(run_dir.config, resolve(recipe))
+    record_settings(run_dir, 0)
+    monkeypatch.setattr(mismatch, "choose_step", lambda run_dir, step: 0)
+    with pytest.raises(DataError, match=f"a run of kind {kind} trains answers of its data set"):
+        list(mismatch.report_mismatch(tmp_path, None, (), None, by_layer=False))
 
 
 @pytest.mark.parametrize(

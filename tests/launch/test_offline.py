@@ -37,6 +37,7 @@ class Ranks:
         self.has_reference: list[bool] = []
         self.corrupt_files: list[str] = []
         self.verified: list[str] = []
+        self.adapters: list[Path | None] = []
         self._rate = 0.0
 
     def __call__(self, timeout_s: float) -> Ranks:
@@ -44,7 +45,10 @@ class Ranks:
         return self
 
     async def listen(self, path: Path) -> None:
-        self._rate = read_resolved(path.parent.parent / "config.json").config.optimizer.lr
+        config = read_resolved(path.parent.parent / "config.json").config
+        self._rate = config.optimizer.lr
+        if config.lora is not None:
+            self.adapters.append(config.lora.path)
 
     async def close(self) -> None:
         pass
@@ -134,6 +138,17 @@ def test_a_step_before_a_resume_has_its_own_settings(tmp_path, ranks):
     ranks.asked.clear()
     go_to(run_dir, 2, "optimizer.lr=5e-3")
     assert {rate for rate, _, _ in ranks.asked} == {5e-3}
+
+
+def test_a_checkpoint_has_the_adapters_that_the_run_began_with(tmp_path, ranks):
+    adapters = tmp_path / "adapters"
+    run_dir = make_run(tmp_path / "run", 4, "lora.rank=2", f"lora.path={adapters}")
+    record_settings(run_dir, 0)
+    add_checkpoint(run_dir, 2)
+    _, config = go_to(run_dir, 3)
+    assert ranks.adapters == [None] and config.lora.path == adapters
+    go_to(run_dir, 1)
+    assert ranks.adapters == [None, adapters]
 
 
 def test_every_step_on_the_way_is_trained_with_its_own_settings(tmp_path, ranks):

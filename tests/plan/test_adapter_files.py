@@ -219,3 +219,5 @@ def test_a_run_is_refused_before_it_starts(adapters):
     gone = resolve(recipe, [*flags, f"lora.path={adapters / 'gone'}", "cold_start=null"]).config
     with pytest.raises(DataError, match=r"lora\.path: no such file"):
         refuse_missing(gone)
+    for begun in (config, gone):  # a checkpoint has the adapters of its run
+        refuse_missing(begun, has_checkpoint=True)

@@ -466,3 +466,13 @@ def test_a_mistake_in_a_table_is_told(tmp_path, monkeypatch, name, text, words):
 def test_derived_fields_are_those_that_tables_may_read():
     always = derived(unified(MODELS["deepseek_v2"]))
     assert set(always) == set(family.DERIVED)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_which_reward_models_transformers_loads(name):
+    modeling = pytest.importorskip("transformers.models.auto.modeling_auto")
+    of_family = family_of(name)
+    known = modeling.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(name)
+    assert of_family.classifies == (known is not None)
+    if known is not None:
+        assert of_family.architecture_of_scalars == known

@@ -194,6 +194,14 @@ def test_heads_that_processors_do_not_know(on_processors, tmp_path):
         resolving.refuse_cpu_engine(config)
 
 
+@pytest.mark.parametrize("kind", ["preferences", "reward-model"])
+def test_kinds_without_engines_obey_no_rule_of_engines(on_processors, tmp_path, kind):
+    hf = load_preset("tiny-qwen3-moe").hf | {"head_dim": 16, "vocab_size": 97}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = resolve(f"stages/tiny-{kind}", ["model.preset=null", f"model.path={tmp_path}"]).config
+    assert config.placement.gpus_per_node == 0 and config.num_replicas == 0
+
+
 def test_a_model_that_an_earlier_stage_writes_is_left_to_its_stage(on_processors, tmp_path):
     overrides = ["model.preset=null", f"model.path={tmp_path}/none"]
     resolving.refuse_cpu_engine(load_recipe("dense/qwen3-8b", overrides).config)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
+from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
@@ -46,6 +47,33 @@ def test_other_scalars_are_refused_before_anything_starts(tmp_path, recipe, labe
 def test_one_scalar_may_have_any_name(tmp_path):
     """Where a run has one, without a name of its own."""
     resolved("stages/tiny-reward-model", checkpoint(tmp_path, "reward"))
+
+
+ASKED = {
+    "model.path": ("stages/tiny-preferences", ["model.preset=null", "model.path=PATH"]),
+    "preferences.reference": ("stages/tiny-preferences", ["preferences.reference=PATH"]),
+    "domains.0.reference": ("demo/gspo-moe-cpu", ["domains.0.reference=PATH"]),
+    "distillation.teachers.0.path": (
+        "demo/gspo-moe-cpu",
+        ["kind=distil", "distillation.teachers=[{path='PATH'}]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("key", ASKED)
+def test_a_reward_model_is_no_language_model(tmp_path, key):
+    """Neither one that is there, nor the export of a run that is yet to end."""
+    recipe, settings = ASKED[key]
+    folder = tmp_path / "there"
+    folder.mkdir()
+    run = tmp_path / "run"
+    run.mkdir()
+    write_resolved(run / "config.json", resolve("stages/tiny-reward-model"))
+    for path in (checkpoint(folder), run / "export"):
+        flags = [setting.replace("PATH", str(path)) for setting in settings]
+        with pytest.raises(ConfigError, match="is a reward model, and has no output layer") as told:
+            resolve(recipe, flags)
+        assert key in str(told.value) and "kind reward_model" in str(told.value)
 
 
 @pytest.mark.parametrize(

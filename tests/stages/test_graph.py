@@ -251,6 +251,50 @@ def test_a_critic_begins_with_the_reward_model_of_an_earlier_stage(tmp_path):
     assert "critic.path of stage policy" in str(told.value)
 
 
+WITH_REWARD_MODELS = """
+name = "scalars"
+runs_dir = "{runs}"
+
+[stages.scorer]
+recipe = "stages/tiny-reward-model"
+
+[stages.again]
+recipe = "stages/tiny-reward-model"
+inputs = {{ "model.path" = "scorer" }}
+
+[stages.mean]
+merge = {{ scorer = 1.0, again = 1.0 }}
+
+[stages.policy]
+recipe = "stages/tiny-preferences"
+
+[stages.last]
+recipe = "stages/tiny-preferences"
+inputs = {{ "model.path" = "policy" }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"model.path" = "policy"', '"model.path" = "scorer"', "stage scorer gives a reward model"),
+        ('"model.path" = "policy"', '"model.path" = "mean"', "stage mean gives a reward model"),
+        (
+            '"model.path" = "policy"',
+            '"preferences.reference" = "again"',
+            "preferences.reference of stage last takes a language model",
+        ),
+        ("again = 1.0", "policy = 1.0", "the reward model of stage scorer with the language model"),
+    ],
+)
+def test_a_reward_model_is_no_language_model(tmp_path, old, new, words):
+    file = tmp_path / "graph.toml"
+    file.write_text(WITH_REWARD_MODELS.format(runs=tmp_path / "runs"))
+    load_graph(file)
+    with pytest.raises(ConfigError, match=words):
+        load_graph(changed(file, old, new))
+
+
 WITH_ADAPTERS = """
 name = "adapters"
 runs_dir = "{runs}"

@@ -114,12 +114,81 @@ def reward_model_export(
     changes = {"kind": "reward_model", "preferences": settings}
     config = setup.config().model_copy(update=changes)
     scores = answer_scores(config, setup.policy, SampleTable(Path(rewarded)))
-    export_model(setup.policy.sharded, Path(directory), Path(model))
-    mark_as_reward_model(Path(directory), config.reward_labels)
+
+    def mark(working: Path) -> None:
+        assert not Path(directory).exists()  # no export without the mark has the name of one
+        mark_as_reward_model(working, config.reward_labels)
+
+    export_model(setup.policy.sharded, Path(directory), Path(model), mark=mark)
     again = Setup(directory, {}, num_scalars=num_scalars)
     found = answer_scores(config, again.policy, SampleTable(Path(rewarded)))
     np.testing.assert_allclose(found, scores, rtol=1e-6)
     return scores.tolist()
+
+
+def scores_of_another_checkpoint(
+    model: str, other: str, pairs: str, lora: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """Scores of answers by a policy with adapters that are trained, by another checkpoint in the
+    place of its weights, and by that checkpoint in a trainer without adapters."""
+    from grpo_megatron.config.lora import LoraConfig
+    from grpo_megatron.config.run import RunConfig
+    from grpo_megatron.trainer.lora.peft_format import adapter_model
+    from grpo_megatron.trainer.requests import ScoreAnswers, TakeWeights
+    from tests.integration import trainer_side
+
+    domain = {"source": "file", "path": "x"}
+    config = RunConfig.model_validate(
+        {
+            "name": "case",
+            "kind": "preferences",
+            "model": {"path": model},
+            "trainer": {"precision": "float32", "num_threads": 1},
+            "rollout": {"max_new_tokens": 8, "max_model_len": 64},
+            "domains": [{"name": name, **domain} for name in ("even", "odd")],
+        }
+    )
+
+    def scores(*, with_adapters: bool = True) -> np.ndarray:
+        return np.array(trainer_side.execute(ScoreAnswers(Path(pairs), with_adapters)))
+
+    trainer_side.start(config, other)
+    found = {"other": scores()}
+    trainer_side.start(config.model_copy(update={"lora": LoraConfig(**lora)}), model)
+    for shard in adapter_model(trainer_side.policy()).shards:
+        if ".lora_B." in shard.name:
+            shard.tensor.data.fill_(0.02)
+    found["policy_before"] = scores()
+    trainer_side.execute(TakeWeights(Path(other)))
+    found["reference"] = scores(with_adapters=False)
+    found["with_adapters"] = scores()
+    trainer_side.execute(TakeWeights(Path(model)))
+    found["policy_after"] = scores()
+    return found
+
+
+def reward_model_files(model: str, root: str) -> None:
+    """Save a reward model of two scalars, and export it."""
+    from grpo_megatron.config.run import RunConfig
+    from grpo_megatron.trainer.requests import ExportModel, SaveCheckpoint
+    from tests.integration import trainer_side
+
+    domain = {"source": "file", "path": "x"}
+    config = RunConfig.model_validate(
+        {
+            "name": "case",
+            "kind": "reward_model",
+            "model": {"path": model},
+            "preferences": {"loss": "bradley_terry", "scalar_per_domain": True},
+            "trainer": {"precision": "float32", "num_threads": 1},
+            "rollout": {"max_new_tokens": 8, "max_model_len": 64},
+            "domains": [{"name": name, **domain} for name in ("even", "odd")],
+        }
+    )
+    trainer_side.start(config, model)
+    directory = Path(root) / "step_000001"
+    trainer_side.execute(SaveCheckpoint(directory=directory, state={"step": 1}))
+    trainer_side.execute(ExportModel(Path(root) / "export"))
 
 
 def preference_step(

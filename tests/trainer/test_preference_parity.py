@@ -13,10 +13,12 @@ from transformers import AutoModelForSequenceClassification
 from grpo_megatron.algorithms.preferences import REFERENCE, pair_losses
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.preferences import PreferencesConfig
+from tests.trainer.models import DENSE, write_model
 from tests.trainer.preference_ranks import write_preferences, write_steps
 from tests.trainer.test_layout_parity import LAYOUTS_2, LAYOUTS_4
 
 STEP = "tests.trainer.preference_ranks:preference_step"
+REFERENCE_SCORES = "tests.trainer.preference_ranks:scores_of_another_checkpoint"
 EXPORT = "tests.trainer.preference_ranks:reward_model_export"
 EXPORT_OF_STEPS = "tests.trainer.preference_ranks:process_reward_model_export"
 TOLERANCE = 1e-5
@@ -166,6 +168,18 @@ def test_transformers_gives_the_scalars(world1, recorded, tmp_path, request, mod
             [found] = loaded(torch.from_numpy(ids)[None]).logits.tolist()
         label = int(table.domain[row]) if by_domain else 0
         assert found[label] == pytest.approx(score, abs=1e-5)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_are_no_part_of_a_named_reference(world1, dense_model, recorded, tmp_path, dora):
+    """Neither trained ones nor, of DoRA, magnitudes of the weights that the run begins with."""
+    other = write_model(tmp_path / "other", DENSE, 7)
+    pairs = recorded["pairs"]
+    lora = {"rank": 2, "dora": dora}
+    found = world1.run(REFERENCE_SCORES, model=dense_model, other=other, pairs=pairs, lora=lora)
+    np.testing.assert_allclose(found["reference"], found["other"], rtol=TOLERANCE)
+    assert np.abs(found["with_adapters"] - found["other"]).max() > 0.01
+    np.testing.assert_array_equal(found["policy_after"], found["policy_before"])
 
 
 def test_transformers_gives_the_logits_of_steps(world1, recorded, tmp_path, dense_model):

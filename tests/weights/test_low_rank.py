@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from grpo_megatron.weights.gather import Shard
-from grpo_megatron.weights.low_rank import addend_of_dora, low_rank_product, merged, row_norms
+from grpo_megatron.weights.low_rank import (
+    addend_of_dora,
+    exact_sum,
+    low_rank_product,
+    merged,
+    row_norms,
+)
 
 
 def test_a_product_is_scaled():
@@ -19,6 +25,7 @@ def test_a_sum_is_rounded_once():
     weight = torch.ones(1, dtype=torch.bfloat16)
     addend = torch.tensor([2**-8 + 2**-17])
     assert merged(weight, addend).tolist() == [1 + 2**-7]
+    assert exact_sum(weight, addend).tolist() == [1 + 2**-8 + 2**-17]
     assert weight.tolist() == [1.0]
     shard = Shard("w", weight, addend=lambda: addend)
     assert shard.value().tolist() == [1 + 2**-7]

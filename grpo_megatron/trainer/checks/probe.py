@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from grpo_megatron.checkpoints.retention import ADAPTERS_FOLDER
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import MismatchError
+from grpo_megatron.plan.reward_labels import labels_of
 from grpo_megatron.trainer.megatron.context_parallel import ContextRank
 from grpo_megatron.trainer.megatron.model_config import transformer_config
 from grpo_megatron.trainer.megatron.platform import device
@@ -32,6 +34,7 @@ from grpo_megatron.trainer.routing.router_replay import RouteReplay
 from grpo_megatron.trainer.steps.microbatch import UpdateBatch, build_microbatch
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass
 from grpo_megatron.weights.gather import all_gathered
+from grpo_megatron.weights.low_rank import exact_sum
 
 TOLERANCE = 1e-3
 """fp32 rounding is 1e-5 on small models and grows with depth; a wrong tensor is off by 0.1."""
@@ -48,6 +51,8 @@ def why_not(hf: dict[str, Any], num_elements: int, layout: TrainerConfig) -> str
     `num_elements` are those of the model, which Megatron and transformers hold in fp32."""
     if hf.get("quantization_config"):
         return "transformers needs a GPU for block-fp8 weights"
+    if labels_of(hf):
+        return "a reward model has none"
     ranks_of_a_copy = layout.tensor_parallel_size * layout.pipeline_parallel_size
     copies = max(1, layout.num_ranks // ranks_of_a_copy)
     needed = num_elements * 4 * copies * 1.2
@@ -63,20 +68,24 @@ def largest_difference(
     weights: Path,
     layout: TrainerConfig,
     dtype: torch.dtype | None,
-    domain: str = "",
+    *,
+    domain: str,
+    stored: Mapping[str, torch.dtype],
 ) -> float:
     """Return the largest |log-prob difference| of both checkpoints, in nats. Collective.
 
-    weights: Megatron's files, read at `layout`; dtype: to which weights are rounded first; domain:
-    whose adapters are computed, where domains have adapters of their own. Raises MismatchError
-    where transformers cannot compute with the checkpoint."""
+    weights: Megatron's files, read at `layout`; dtype: to which weights are rounded first, None:
+    they stay as they are, and sums with adapters have the dtype of their weight; domain: whose
+    adapters are in the sums, where domains have adapters of their own; stored: the dtypes of a
+    run's checkpoint, by the names of Megatron's parameters. Raises MismatchError where transformers
+    cannot compute with the checkpoint."""
     ids = _probe_ids(hf, hf_directory)
     box: list[torch.Tensor | None] = [None]
     if dist.get_rank() == 0:
         box = [_by_transformers(hf_directory, ids, dtype)]
     dist.broadcast_object_list(box)
     [expected] = box
-    parts = all_gathered(_by_megatron(hf, weights, layout, ids, dtype, domain))
+    parts = all_gathered(_by_megatron(hf, weights, layout, ids, dtype, domain, stored))
     found = next(part for part in parts if part is not None)
     return float((found - expected).abs().max())
 
@@ -116,6 +125,7 @@ def _by_megatron(
     ids: list[int],
     dtype: torch.dtype | None,
     domain: str,
+    stored: Mapping[str, torch.dtype],
 ) -> torch.Tensor | None:
     """Compute the same on the last pipeline stage; elsewhere None. Collective."""
     config = transformer_config(hf, layout)
@@ -129,9 +139,9 @@ def _by_megatron(
     if domain:
         adapters = Part(f"{ADAPTERS_FOLDER}/{domain}", policy.chunks, holds="adapters")
         load_checkpoint(weights.parent, adapters)
+    if lora is not None:  # what was written is the sum
+        _merge(policy, stored, rounded=dtype is None)
     if dtype is not None:
-        if lora is not None:  # what was rounded is the sum
-            _merge(policy)
         for model in policy.models:
             for parameter in model.parameters():
                 parameter.data.copy_(parameter.data.to(dtype))
@@ -155,11 +165,21 @@ def _by_megatron(
     return None
 
 
-def _merge(policy: Policy) -> None:
-    """Put the adapters into the weights, and themselves aside."""
+def _merge(policy: Policy, stored: Mapping[str, torch.dtype], *, rounded: bool) -> None:
+    """Put the adapters into the weights, and themselves aside.
+
+    stored: the dtypes in which the weights were trained, and so that of DoRA's norms; rounded:
+    whether the sums have them, too. Collective."""
+    adapted = [shard for shard in policy.sharded.shards if shard.addend is not None]
+    for shard in adapted:
+        shard.tensor.data = shard.tensor.data.to(stored[shard.name])
     policy.sharded.prepare()
-    for shard in policy.sharded.shards:
-        shard.tensor.data.copy_(shard.value())
+    for shard in adapted:
+        assert shard.addend is not None  # chosen by it
+        value = exact_sum(shard.tensor, shard.addend())
+        if rounded:
+            value = value.to(stored[shard.name])
+        shard.tensor.data = value.float()
     for model in policy.models:
         assert model.adapters is not None  # they were added
         model.adapters.enabled = False

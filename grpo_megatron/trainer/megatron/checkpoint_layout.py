@@ -11,8 +11,9 @@ from torch.overrides import TorchFunctionMode
 from grpo_megatron.checkpoints.distributed import model_state
 from grpo_megatron.checkpoints.torch_dist import ParameterTable, StoredRegion
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.reward_labels import labels_of
 from grpo_megatron.trainer.megatron.model_config import transformer_config
-from grpo_megatron.trainer.megatron.policy import build_models, tensor_map
+from grpo_megatron.trainer.megatron.policy import add_reward_head, build_models, tensor_map
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, shutdown
 
 
@@ -33,15 +34,22 @@ class _OnMeta(TorchFunctionMode):
 
 
 def parameter_table(hf: dict[str, Any]) -> ParameterTable:
-    """Make the table from a config.json alone. Joins a world of one for a moment.
+    """Make the table from a config.json alone, of a reward model with its head. Joins a world of
+    one for a moment.
 
     Raises ConfigError for a family or field that is not supported."""
     layout = TrainerConfig(precision="float32")
     initialize(layout, RankInfo(0, 0, 1), HashStore())
     config = transformer_config(hf, layout)
     config.perform_initialization = False
+    num_scalars = len(labels_of(hf))
     with torch.device("meta"), _OnMeta():
-        state = model_state(build_models(config, hf, layout))["model"]
+        models = build_models(config, hf, layout, has_reward_head=num_scalars > 0)
+    if num_scalars:
+        for model in models:
+            add_reward_head(model, num_scalars, seed=0)
+    with torch.device("meta"), _OnMeta():
+        state = model_state(models)["model"]
     shutdown()
     names = tensor_map(hf, config)
     parameters = []

@@ -218,8 +218,7 @@ def _baseline(config: RunConfig, policy: Policy, table: SampleTable, rows: np.nd
 
 def _require_same_reference(config: RunConfig, stats: Stats) -> None:
     """Before the first step the policy is its own reference, unless the recipe names another."""
-    settings = config.preferences
-    if not settings.has_reference or settings.reference is not None:
+    if not config.preferences.has_reference or not config.begins_as_reference:
         return
     gap = stats.result()[_GAP]
     if gap > _TOLERANCE[config.trainer.precision]:
