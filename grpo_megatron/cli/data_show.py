@@ -75,11 +75,13 @@ def show_domains(
         else:
             say(f"{_absent_model(config)}: prompts are shown as text only")
             say("")
+        first: dict[str, str] = {}
         for domain in config.domains:
             if config.trains_preferences:
                 _show_preferences(domain, config, tokenizer, say)
-            else:
-                _show_domain(domain, config, tokenizer, images, completion, say)
+                continue
+            prompts = _show_domain(domain, config, tokenizer, images, completion, say)
+            _warn_of_equal_prompts(prompts, first, say)
 
 
 @contextlib.contextmanager
@@ -107,7 +109,8 @@ def _show_domain(
     images: ImageReader | None,
     completion: str | None,
     say: Say,
-) -> None:
+) -> Sequence[Prompt]:
+    """Show the first prompts of a domain, and return them."""
     problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
     refuse_bad_responses(config, domain, problems, are_all=False)
     say(f"domain {domain.name}, from {domain.path or domain.dataset or domain.source}")
@@ -141,6 +144,21 @@ def _show_domain(
         for name, words in verdict.items():
             say(f"reward {name} of the {judged}: {words}")
     say("")
+    return prompts
+
+
+def _warn_of_equal_prompts(prompts: Sequence[Prompt], first: dict[str, str], say: Say) -> None:
+    """Say which of a domain's prompts an earlier domain has. first: by content, the domain that has
+    it first; those of `prompts` are added."""
+    owners = Counter(first[prompt.content] for prompt in prompts if prompt.content in first)
+    for owner, count in owners.items():
+        say(
+            f"warning: {count} of these {len(prompts)} prompts of domain {prompts[0].domain} are "
+            f"prompts of {owner} too, which comes first: a run leaves them out here"
+        )
+        say("")
+    for prompt in prompts:
+        first.setdefault(prompt.content, prompt.domain)
 
 
 def _show_preferences(

@@ -11,7 +11,9 @@ from grpo_megatron.cli.inspect_commands import format_size, print_table
 from grpo_megatron.config.engine_places import most_ranks_of_node
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.engine_share import setting_of_share
 from grpo_megatron.plan.memory import Plan, plan_of
+from grpo_megatron.plan.search import largest_fitting_share
 from grpo_megatron.plan.search import search as search_layouts
 from grpo_megatron.plan.timing.constants import Constants, constants_with
 from grpo_megatron.plan.timing.lengths import Lengths
@@ -162,7 +164,7 @@ def search(
         lambda changed, plan: predictor(changed, plan).step_s,
     )[:_SHOWN]
     if not rows:
-        raise _no_layout(config, nodes, gpus_per_node)
+        raise _no_layout(config, nodes, gpus_per_node, predictor.device)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -181,8 +183,9 @@ def search(
     print_table(header, shown, labelled=True)
 
 
-def _no_layout(config: RunConfig, nodes: int, gpus_per_node: int) -> ConfigError:
-    """Say that no trainer layout fits, and why where the run's engines leave it no GPU."""
+def _no_layout(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> ConfigError:
+    """Say that no trainer layout fits, and why where the run's engines leave it no GPU, or not
+    enough of each."""
     message = f"no layout of {nodes}x{gpus_per_node} fits"
     remedy = "more nodes, or fewer trainer.max_tokens_per_microbatch"
     shape = {"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
@@ -193,6 +196,12 @@ def _no_layout(config: RunConfig, nodes: int, gpus_per_node: int) -> ConfigError
             "for the trainer"
         )
         remedy = "more GPUs a node, or fewer rollout.num_replicas"
+    elif config.placement.mode == "colocated":
+        message += " beside engines on the same GPUs"
+        share = largest_fitting_share(config, nodes, gpus_per_node, device)
+        remedy += ", a larger rollout.tensor_parallel_size, or placement.mode='separate'"
+        if share is not None:
+            remedy = f"set {setting_of_share(config.rollout, share)}"
     return ConfigError(message, where="--search", remedy=remedy)
 
 

@@ -123,6 +123,7 @@ def submit(
     skip_reward_check: SkipRewardCheck = False,
 ) -> None:
     """Submit a recipe as a Slurm job. Prints the job's id."""
+    from grpo_megatron.config.gates import refuse_absent_runs
     from grpo_megatron.launch import slurm
     from grpo_megatron.plan.resolve import refuse_missing, resolve
 
@@ -132,6 +133,8 @@ def submit(
         typer.echo(slurm.render(resolved, site))
         return
     refuse_missing(resolved.config, coming=bool(after))
+    if not after:  # else that job may be the one to compare with
+        refuse_absent_runs(resolved.config.gates)
     refuse_unbound(resolved.config, skip_reward_check=skip_reward_check)
     after_jobs = []
     if after:

@@ -24,6 +24,8 @@ _ACCURACY_OF_ALL = f"eval.{OF_ALL}.accuracy"
 _SAMPLED = ("pass_at_", "majority_at_")
 _SHARES = ("accuracy", "first_error", *_SAMPLED)
 """How the names of values between 0 and 1 begin."""
+_FILES_OF_RUN = ("config.json", "result.json")
+"""Of a run that has begun, or what was kept of one."""
 _NEVER_NEGATIVE = ("seconds", "steps", "accelerator_hours", "prompts")
 SYNTAX = (
     "write eval.DOMAIN.METRIC >= NUMBER (eval.all for all prompts; also seconds, "
@@ -180,6 +182,21 @@ def refuse_beyond_reach(gate: Gate, num_steps: int) -> None:
             remedy = "leave it out: the run trains nothing"
         raise ConfigError(
             f"{gate.text!r} can never be open: the run has num_steps = {num_steps}", remedy=remedy
+        )
+
+
+def refuse_absent_runs(texts: Sequence[str]) -> None:
+    """Raise ConfigError for a gate that compares with a run that has not begun: nothing is at its
+    path, which the gate would read at the end."""
+    for text in texts:
+        against = parse_gate(text).against
+        if against is None or any((against / file).exists() for file in _FILES_OF_RUN):
+            continue
+        raise ConfigError(
+            f"gate {text!r} compares with a run that is not there",
+            where=str(against.absolute()),
+            remedy="name the directory of a run, from the directory the command runs in; or run "
+            "that one first",
         )
 
 

@@ -559,7 +559,7 @@ class RunConfig(Strict):
     num_steps: int = Field(100, ge=0)
     """Training steps."""
     runs_dir: Path = Path("runs")
-    """Parent of run directories; never a temporary folder."""
+    """Parent of run directories; choose no folder that a restart or a cleaner empties."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     domains: tuple[DomainConfig, ...] = Field(min_length=1)

@@ -149,7 +149,16 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     same = list(anywhere.get(plain(key), ()))
     if habit is not None:
         same += anywhere.get(habit, ())
-    same.sort(key=lambda full: (dotted(tuple(table)) not in full, "*" in full))
+    tail = dotted(
+        (*table[-1:], plain(key))
+    )  # `domains.0.objective.preset`: that of another objective
+    same.sort(
+        key=lambda full: (
+            dotted(tuple(table)) not in full,
+            not f".{full}".endswith(f".{tail}"),
+            "*" in full,
+        )
+    )
     found = [dotted((*table, name)) for name in likely]
     found += same
     found += [dotted((*table, name)) for name in nearest(key, here)]

@@ -4,7 +4,6 @@ It has checkpoints of its own, below `checkpoints/cold_start`, so that one that 
 job's time limit goes on in the next job. They go when RL has its first."""
 
 import asyncio
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from grpo_megatron.controller.evaluation import HeldOutEvaluator
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.restoring import newest_whole
+from grpo_megatron.controller.run_clock import RunClock
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.data.sampler import PromptSampler
@@ -49,14 +49,14 @@ class ColdStart:
     """Trains on prompt + answer until greedy validation accuracy reaches the target, within
     `cold_start.max_steps`. The weights are published as version 0.
 
-    started: `time.monotonic()` when this attempt began; stopping: set when the run is to stop."""
+    clock: of the run; stopping: set when the run is to stop."""
 
     def __init__(
         self,
         config: RunConfig,
         settings: ColdStartConfig,
         run_dir: RunDir,
-        started: float,
+        clock: RunClock,
         *,
         tokenizer: TextTokenizer,
         splits: Splits,
@@ -85,15 +85,10 @@ class ColdStart:
             config.seed + 1,
             size_setting="cold_start.batch_size",
         )
-        self._started = started
+        self._clock = clock
         self._steps = 0
         self._saved_steps = 0
         self._nll = float("nan")
-
-    @property
-    def seconds(self) -> float:
-        """Wall time so far, over all attempts."""
-        return time.monotonic() - self._started
 
     async def run(self) -> bool:
         """Train to the target; False: it was told to stop, and a resume goes on from its
@@ -194,7 +189,7 @@ class ColdStart:
             return await self._evaluator.greedy_accuracy(self._validation)
 
     async def _save(self) -> None:
-        state = ColdStartState(self._steps, self._sampler.state_dict(), self.seconds)
+        state = ColdStartState(self._steps, self._sampler.state_dict(), self._clock.seconds)
         checkpoints = self._run_dir.cold_start_checkpoints
         directory = checkpoints / f"step_{self._steps:06d}"
         checkpoints.mkdir(exist_ok=True)
@@ -215,7 +210,7 @@ class ColdStart:
         state = ColdStartState(**saved)
         self._steps = state.steps
         self._saved_steps = state.steps
-        self._started -= state.seconds
+        self._clock.count_earlier(state.seconds)
         self._sampler.load_state_dict(state.sampler)
         show("message", text=f"resumed in the cold start, after step {state.steps}")
         self._event("cold_start_resumed", steps=state.steps)

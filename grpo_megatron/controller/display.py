@@ -1,7 +1,7 @@
 """What the supervisor shows: one JSON object a line on this process's standard output.
 
-Kinds: `phase` (name), `step` (metrics, samples); with a text `message`, `failure`, `result`; `left`
-(engine): it has no requests any more and may be ended."""
+Kinds: `phase` (name), `step` (metrics, samples); with a text `message`, `result`, and `failure`
+(where, remedy, each may be null); `left` (engine): it has no requests any more and may be ended."""
 
 import contextlib
 import json

@@ -46,7 +46,7 @@ def main(run_path: str, attempt: str) -> int:
         with contextlib.suppress(OSError):  # the log may be on a full disk
             traceback.print_exc()
         error = as_own_error(error, GrpoMegatronError)
-        show("failure", text=str(error))
+        show("failure", text=error.message, where=error.where, remedy=error.remedy)
         return error.exit_code
     if not finished:
         return INTERRUPTED_EXIT_CODE

@@ -45,6 +45,7 @@ from grpo_megatron.controller.rollout_batch import (
     StepSampler,
     load_sampling,
 )
+from grpo_megatron.controller.run_clock import RunClock, seconds_at_end
 from grpo_megatron.controller.step_evaluation import StepEvaluator
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.preferences import Preferences
@@ -94,7 +95,7 @@ class Run:
         self.run_dir = run_dir
         self.resources = resources
         self.on_start = on_start
-        self.started = started
+        self.clock = RunClock(started, seconds_at_end(run_dir))
         self.phases = Phases()
         self.stopping = asyncio.Event()
         self.reference: Scores = {}
@@ -117,7 +118,6 @@ class Run:
         if state is None:
             self._show_stopped("in the cold start")
             return False
-        began = time.monotonic() - state.seconds  # earlier attempts count
         if not self.config.trains:
             append_event(self.run_dir.events, SETTINGS_TAKEN, step=state.step)
         else:
@@ -138,7 +138,7 @@ class Run:
             state, heldout = learned
         results = await self.evaluator.evaluate(heldout, self.config.evaluation.num_samples)
         prune_images(self.run_dir.images, self.run_dir.store)
-        self._conclude(state, results, num_samples, time.monotonic() - began)
+        self._conclude(state, results, num_samples, self.clock.seconds)
         return True
 
     # --- before the first step
@@ -170,6 +170,7 @@ class Run:
             return None
         saved = await trainer.call(LoadCheckpoint(directory))
         state = RunState(**saved)
+        self.clock.count_earlier(state.seconds)
         drop_disconnected(self.run_dir.store, state.step)
         await self.resources.publisher.publish(state.step)
         show("message", text=f"resumed after step {state.step}")
@@ -194,8 +195,8 @@ class Run:
         if self.config.takes_steps:
             before = await self._accuracy_before()
         if cold_start is None:
-            return RunState(0, 0, {}, before, time.monotonic() - self.started)
-        state = RunState(0, 0, {}, before, cold_start.seconds)
+            return RunState(0, 0, {}, before, self.clock.seconds)
+        state = RunState(0, 0, {}, before, self.clock.seconds)
         directory = self.run_dir.step_checkpoint(0)  # not to be repeated by a resume
         await resources.trainer.call(SaveCheckpoint(directory=directory, state=asdict(state)))
         cold_start.forget()
@@ -207,7 +208,7 @@ class Run:
             self.config,
             settings,
             self.run_dir,
-            self.started,
+            self.clock,
             tokenizer=resources.tokenizer,
             splits=resources.splits,
             trainer=resources.trainer,
@@ -235,7 +236,7 @@ class Run:
             loop = make_rl_loop(
                 config,
                 self.run_dir,
-                state,
+                replace(state, seconds=self.clock.seconds),
                 self.resources,
                 reference=self.reference,
                 evaluator=self.evaluator,

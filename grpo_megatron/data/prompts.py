@@ -225,6 +225,7 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
         validation += members[first : first + second]
         kept[name] = tuple(members[first + second :])
         if not kept[name]:
+            _refuse_prompts_of_others(name, prompts, distinct, sizes[name])
             others = list(sizes)
             others.remove(name)
             scope = ""
@@ -238,6 +239,27 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
                 remedy="raise num_problems of the domain, or lower num_heldout or num_validation",
             )
     return Splits(kept, tuple(validation), tuple(heldout), num_duplicates)
+
+
+def _refuse_prompts_of_others(
+    name: str, prompts: Sequence[Prompt], distinct: Mapping[str, Prompt], num_left: int
+) -> None:
+    """DataError where a domain has too few prompts because earlier domains have the same ones.
+
+    distinct: by content, the first prompt that has it. num_left: prompts of the domain in it."""
+    found = {prompt.content for prompt in prompts if prompt.domain == name}
+    owners = Counter(distinct[content].domain for content in found)
+    del owners[name]
+    if not owners:
+        return
+    first, _ = owners.most_common(1)[0]
+    raise DataError(
+        f"{owners.total()} of the {len(found)} distinct prompts of domain {name!r} are those of "
+        f"{', '.join(map(repr, owners))}, which comes first and keeps them; {num_left} are left, "
+        "and none for training",
+        where=f"[[domains]] {name}",
+        remedy=f"give it another template or other rows than {first!r}, or make one domain of both",
+    )
 
 
 def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -27,6 +27,7 @@ from grpo_megatron.errors import (
     GrpoMegatronError,
     RewardError,
 )
+from grpo_megatron.launch.prompt_counts import refuse_too_few_rows
 from grpo_megatron.rewards.pool import components_of
 from grpo_megatron.rewards.time_limits import refuse_long_rewards
 from grpo_megatron.rollout.agent_command import find_program
@@ -46,9 +47,10 @@ def refuse_unbound_code(config: RunConfig, *, remedy: str = "") -> None:
 
 
 def refuse_unfit_data(config: RunConfig) -> None:
-    """Read the first problems and compare tokenizers. Raises as the functions for each."""
+    """Read the first problems, compare tokenizers, count rows. Raises as the functions for each."""
     refuse_unreadable_problems(config)
     refuse_other_tokens(config)
+    refuse_too_few_rows(config)
 
 
 def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.telemetry.screen import Screen
 
 
@@ -15,11 +16,11 @@ class ControllerMessages:
     on_left: called with the number of an engine that the controller has let go.
 
     Attributes:
-        failure: The last error that it told; empty: none.
+        failure: The last error that it told, without its exit code; None: none.
         result: The last result that it told; empty: none."""
 
     def __init__(self, screen: Screen, on_left: Callable[[int], None]):
-        self.failure = ""
+        self.failure: GrpoMegatronError | None = None
         self.result = ""
         self._screen = screen
         self._on_left = on_left
@@ -27,7 +28,7 @@ class ControllerMessages:
 
     def forget(self) -> None:
         """Begin with another controller."""
-        self.failure = ""
+        self.failure = None
         self.result = ""
         self._unfinished_line = b""
 
@@ -55,8 +56,8 @@ class ControllerMessages:
                 self._screen.step(metrics, rest.get("samples", ()))
             case {"kind": "message", "text": text}:
                 self._screen.message(text)
-            case {"kind": "failure", "text": text}:
-                self.failure = text
+            case {"kind": "failure", "text": text, "where": where, "remedy": remedy}:
+                self.failure = GrpoMegatronError(text, where=where, remedy=remedy)
             case {"kind": "result", "text": text}:
                 self.result = text
             case {"kind": "left", "engine": int(index)}:

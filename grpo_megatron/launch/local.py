@@ -5,11 +5,13 @@ import os
 from pathlib import Path
 
 from grpo_megatron.checkpoints.retention import complete_steps
+from grpo_megatron.config.gates import refuse_absent_runs
 from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import GrpoMegatronError, as_own_error
 from grpo_megatron.files import clear_directory
+from grpo_megatron.launch.local_gpus import refuse_absent_gpus
 from grpo_megatron.launch.resuming import resolve_resumed, settings_unless_refused
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
@@ -22,9 +24,13 @@ from grpo_megatron.telemetry.events import append_event
 
 def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = False) -> int:
     """Run a recipe; returns the exit code. ConfigError where the run exists, unless told to
-    `overwrite` it, and where the engines of this machine cannot serve it."""
+    `overwrite` it, and where the engines of this machine cannot serve it; SetupError where it has
+    no GPU and the recipe asks for some."""
     run_dir = RunDir(resolved.run_path)
     refuse_missing(resolved.config)
+    refuse_absent_runs(resolved.config.gates)
+    if not in_job:  # a job asks for its GPUs
+        refuse_absent_gpus(resolved.config)
     refuse_cpu_engine(resolved.config)
     run_dir.refuse_existing(overwrite=overwrite)
     _refuse_unbound(resolved.config)
@@ -51,25 +57,38 @@ def resume(
         resolved = resolve_resumed(run_dir, overrides)
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
+        refuse_absent_runs(resolved.config.gates)
+        if not in_job:
+            refuse_absent_gpus(resolved.config)
         refuse_cpu_engine(resolved.config)
         if not in_job:  # also what was there before may have changed since
-            _refuse_unbound(resolved.config, skip_reward_check=skip_reward_check)
+            _refuse_unbound(
+                resolved.config,
+                skip_reward_check=skip_reward_check,
+                has_checkpoint=has_checkpoint,
+            )
         record_first_settings(run_dir)
         with settings_unless_refused(run_dir, overrides):
             return _run(resolved, run_dir, in_job)
 
 
-def _refuse_unbound(config: RunConfig, *, skip_reward_check: bool = False) -> None:
-    """Try what the recipe names outside of itself, before a process starts; see `bindings`.
+def _refuse_unbound(
+    config: RunConfig, *, skip_reward_check: bool = False, has_checkpoint: bool = False
+) -> None:
+    """Try what the recipe names outside of itself, before a process starts; see `bindings` and
+    `model_files`.
 
-    skip_reward_check: problems and tokenizers only."""
+    skip_reward_check: problems and checkpoints only. has_checkpoint: the run goes on after one of
+    its own."""
     # imported here: the front end of a cluster, which is outside of the container, lacks what
     # these import
     from grpo_megatron.launch.bindings import refuse_unbound_code, refuse_unfit_data
+    from grpo_megatron.launch.model_files import refuse_incomplete_models
 
     if not skip_reward_check:
         refuse_unbound_code(config)
     refuse_unfit_data(config)
+    refuse_incomplete_models(config, has_checkpoint=has_checkpoint)
 
 
 def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:

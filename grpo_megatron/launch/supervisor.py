@@ -121,7 +121,7 @@ class Supervisor:
                 if controller.exit_code in (0, errors.INTERRUPTED_EXIT_CODE):
                     return controller.exit_code
             ends = self._training.ends()
-            if ends:
+            if ends and not self._training.followed_controller(ends):
                 if not self._training.begin_again(ends):
                     return errors.INTERRUPTED_EXIT_CODE
                 self._begin_with_controller()
@@ -140,10 +140,12 @@ class Supervisor:
         self._spares.check()
         end = self.processes.controller.end()
         where = str(end.log)
-        if self._messages.failure:
-            error = errors.GrpoMegatronError(self._messages.failure, where=where)
-        else:  # it was killed, or died without a word
-            error = errors.GrpoMegatronError(str(end), where=where, remedy=self._remedy)
+        error = self._messages.failure
+        if error is None:  # it was killed, or died without a word
+            error = errors.GrpoMegatronError(str(end), remedy=self._remedy)
+        if error.where:
+            where = f"{error.where} ({where})"
+        error.where = where
         error.exit_code = end.exit_code
         return error
 

@@ -14,6 +14,15 @@ from grpo_megatron.telemetry.screen import Screen
 
 _SETTLE_S = 5.0
 """Within this the ranks end that lost one: who was first is known then."""
+_CODES_OF_CONTROLLER = (
+    errors.ConfigError.exit_code,
+    errors.SetupError.exit_code,
+    errors.DataError.exit_code,
+    errors.RewardError.exit_code,
+    errors.EpisodeError.exit_code,
+    errors.GateError.exit_code,
+)
+"""Of errors that no death of a trainer rank causes."""
 _TRAINING = "training"
 """Under this its restarts are counted."""
 
@@ -63,6 +72,15 @@ class TrainingRestarts:
             if is_known or time.monotonic() > deadline:
                 return ends
             time.sleep(0.05)
+
+    def followed_controller(self, ends: Sequence[End]) -> bool:
+        """Whether ranks that failed have only lost a controller that ended by an error of its own,
+        which training would meet again: of data, rewards or the machine."""
+        controller = self._processes.controller
+        if controller.alive or not may_train_again(ends):
+            return False
+        is_killed = any(was_killed(end) for end in ends)
+        return not is_killed and controller.exit_code in _CODES_OF_CONTROLLER
 
     def begin_again(self, ends: Sequence[End]) -> bool:
         """Start training again after the failure of ranks; False: told to stop meanwhile.

@@ -12,6 +12,7 @@ from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.devices import DEFAULT_DEVICE, DEVICES, device_bytes
 from grpo_megatron.plan.engine_arguments import MEMORY_SHARE
+from grpo_megatron.plan.engine_share import EngineShares, engine_shares, setting_of_share
 from grpo_megatron.plan.fp8_weights import bytes_of
 from grpo_megatron.plan.lora import engine_layers, max_lora_rank
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
@@ -55,6 +56,7 @@ class Plan:
     stages: tuple[RankMemory, ...]
     usable_bytes: int | None  # of a GPU, for the trainer; None on a CPU
     engine: dict[str, int]  # of a GPU: bytes of weights and KV cache; tokens of a server's cache
+    shares: EngineShares | None  # of a GPU that an engine may take; None on a CPU
     publish: PublishPlan
     numbers: dict[str, float]  # of the run; tokens and what follows from them at full length
 
@@ -80,7 +82,7 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
     usable: int | None = None
     if config.placement.gpus_per_node:
         memory = device_bytes(device)
-        usable = int((memory - DEVICES["context"] * _GIB) * (1 - DEVICES["gaps"]))
+        usable = _usable_of_gpu(memory)
         if config.placement.mode == "colocated":
             usable -= int(_utilisation(config) * memory)
     work = workload_of(config, sizes)
@@ -90,7 +92,13 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
         wanted = sizes.first_stages()
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
     whole = sizes_of(hf, vocab_size, TrainerConfig(vision_tower=config.trainer.vision_tower))
-    engine = _engine(config, hf, vocab_size, memory)
+    of_engine = _engine_bytes(config, hf, vocab_size)
+    engine = _engine(config, of_engine, memory)
+    shares: EngineShares | None = None
+    if memory is not None:
+        needed = of_engine.beside_cache + config.rollout.max_model_len * of_engine.token
+        fullest = max(rank.total for rank in stages)
+        shares = engine_shares(config, memory, needed, _usable_of_gpu(memory) - fullest)
     published = engine["weights"]
     if config.engine_adapters:
         published = len(config.engine_adapters) * _adapter_bytes(config, hf, vocab_size)
@@ -106,9 +114,15 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
         stages,
         usable,
         engine=engine,
+        shares=shares,
         publish=plan_publish(config, published),
         numbers=numbers,
     )
+
+
+def _usable_of_gpu(memory: int) -> int:
+    """Return bytes that a trainer can use of a GPU that is its own."""
+    return int((memory - DEVICES["context"] * _GIB) * (1 - DEVICES["gaps"]))
 
 
 def _worst_total(config: RunConfig, device: str) -> int:
@@ -171,18 +185,43 @@ def the_fullest_rank_fits(config: RunConfig, plan: Plan) -> Violation | None:
         offloading = (
             f", or set trainer.offload_optimizer: {of_optimizers / _GIB:.1f} GiB go to the host"
         )
+    beside_engine = ""
+    smaller = "a layout that fits"
+    if config.shares_gpus:
+        beside_engine = f" beside an engine with {_utilisation(config):.0%} of the GPU"
+        smaller = "a layout that needs less"
+    remedy = (
+        f"use {smaller}, more trainer nodes, or fewer trainer.max_tokens_per_microbatch{offloading}"
+    )
+    if config.shares_gpus and plan.shares is not None:
+        remedy = _remedy_of_shares(config, plan.shares, remedy)
     return Violation(
         "trainer.num_ranks",
         f"rank {worst.rank} (pipeline stage {worst.stage}) needs {worst.total / _GIB:.1f} GiB and "
-        f"has {plan.usable_bytes / _GIB:.1f} GiB",
-        remedy="use a layout that fits, more trainer nodes, or fewer "
-        f"trainer.max_tokens_per_microbatch{offloading}",
+        f"has {plan.usable_bytes / _GIB:.1f} GiB{beside_engine}",
+        remedy=remedy,
         related=(
             "trainer.max_tokens_per_microbatch",
             "trainer.recompute",
             "trainer.offload_optimizer",
             "placement.mode",
+            "rollout.engine_arguments",
         ),
+    )
+
+
+def _remedy_of_shares(config: RunConfig, shares: EngineShares, otherwise: str) -> str:
+    """Return the share of a GPU that is enough for an engine and leaves the trainer enough; else
+    that there is none, and what to do `otherwise`."""
+    if shares.largest is not None:
+        return f"set {setting_of_share(config.rollout, shares.largest)}"
+    left = "nothing"
+    if shares.most > 0:
+        left = f"at most {shares.most:.0%}"
+    return (
+        f"no share of a GPU is enough for both: an engine needs {shares.least:.0%} and this "
+        f"trainer leaves {left}; {otherwise}, a larger rollout.tensor_parallel_size, or "
+        "placement.mode='separate'"
     )
 
 
@@ -193,11 +232,14 @@ def a_sequence_fits_into_the_cache(config: RunConfig, plan: Plan) -> Violation |
     longest = config.rollout.max_model_len
     if kv_tokens >= longest:
         return None
+    larger_share = ""
+    if plan.shares is not None and plan.shares.largest is not None:
+        larger_share = f", or set {setting_of_share(config.rollout, plan.shares.largest)}"
     return Violation(
         "rollout.tensor_parallel_size",
         f"{plan.engine['weights'] / _GIB:.1f} GiB of weights a GPU leave room for the keys and "
         f"values of {kv_tokens} tokens, and a sequence may have {longest}",
-        remedy="raise rollout.tensor_parallel_size or lower rollout.max_model_len",
+        remedy=f"raise rollout.tensor_parallel_size or lower rollout.max_model_len{larger_share}",
         related=("rollout.max_model_len", "rollout.engine_arguments"),
     )
 
@@ -457,7 +499,21 @@ def engine_layout(rollout: RolloutConfig) -> TrainerConfig:
     )
 
 
-def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:
+class _EngineBytes(NamedTuple):
+    """Bytes of a worker of an engine."""
+
+    weights: int
+    adapters: int
+    token: int
+    """Of the keys and values of one token."""
+
+    @property
+    def beside_cache(self) -> float:
+        """What a worker on a GPU has beside its cache, a forward pass among it."""
+        return self.weights + self.adapters + float(DEVICES["engine"]) * _GIB
+
+
+def _engine_bytes(config: RunConfig, hf: dict, vocab_size: int) -> _EngineBytes:
     rollout = config.rollout
     s = sizes_of(hf, vocab_size, engine_layout(rollout))
     element = ELEMENT_BYTES[rollout.dtype]
@@ -467,24 +523,26 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
         of_one = _slot_bytes(config, hf, vocab_size) + 2 * _adapter_bytes(config, hf, vocab_size)
         adapters = len(config.engine_adapters) * of_one
     per_layer = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])
-    cache = int(rollout.kv_cache_gib * _GIB)
+    return _EngineBytes(weights, adapters, per_layer * s.model["num_layers"] * element)
+
+
+def _engine(config: RunConfig, of_worker: _EngineBytes, memory: int | None) -> dict[str, int]:
+    """Return what `Plan.engine` has. memory: bytes of a GPU, None on a CPU."""
+    cache = int(config.rollout.kv_cache_gib * _GIB)
     if memory:
-        other = weights + adapters + DEVICES["engine"] * _GIB
-        cache = max(int(_utilisation(config) * memory - other), 0)
-    found = {"weights": weights}
-    if adapters:
-        found["adapters"] = adapters
-    return found | {
-        "kv_cache": cache,
-        "kv_tokens": cache // (per_layer * s.model["num_layers"] * element),
-    }
+        cache = max(int(_utilisation(config) * memory - of_worker.beside_cache), 0)
+    found = {"weights": of_worker.weights}
+    if of_worker.adapters:
+        found["adapters"] = of_worker.adapters
+    return found | {"kv_cache": cache, "kv_tokens": cache // of_worker.token}
 
 
 def engine_cache_bytes(config: RunConfig, gpu_bytes: int) -> int:
     """Return bytes of keys and values in each worker of an engine, on a GPU with `gpu_bytes` of
     memory: what weights, and a forward pass, leave of the share that vLLM takes."""
     hf, _ = configuration_of(config.model)
-    return _engine(config, hf, vocabulary_of(hf, config.model), gpu_bytes)["kv_cache"]
+    of_worker = _engine_bytes(config, hf, vocabulary_of(hf, config.model))
+    return _engine(config, of_worker, gpu_bytes)["kv_cache"]
 
 
 _PARTS_OF_ENGINE_LAYER = (

@@ -11,6 +11,7 @@ from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.devices import device_bytes
+from grpo_megatron.plan.engine_share import arguments_with_share
 from grpo_megatron.plan.fp8_weights import FP8_RULES
 from grpo_megatron.plan.lora import LORA_RULES
 from grpo_megatron.plan.memory import Plan, plan_of
@@ -72,6 +73,29 @@ def fitting(
     power = 2 ** (most_ranks.bit_length() - 1)
     if not are_found and power < most_ranks:
         yield from _fitting_with(placed, nodes * power, device)
+
+
+def largest_fitting_share(
+    config: RunConfig, nodes: int, gpus_per_node: int, device: str
+) -> float | None:
+    """Return the largest share of a GPU that engines may take so that some trainer layout fits
+    beside them on trainer nodes of a shape; None where no share leaves both what they need, and
+    where trainer and engines do not share GPUs."""
+    placement = config.placement.model_copy(
+        update={"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
+    )
+    placed = config.model_copy(update={"placement": placement})
+    shares = plan_of(placed, device, worst_only=True).shares
+    if not placed.shares_gpus or shares is None:
+        return None
+    arguments = arguments_with_share(config.rollout, shares.least)
+    rollout = config.rollout.model_copy(update={"engine_arguments": arguments})
+    with_least = config.model_copy(update={"rollout": rollout})
+    largest: float | None = None
+    for _, plan in fitting(with_least, nodes, gpus_per_node, device):
+        assert plan.shares is not None  # of a placement with GPUs
+        largest = max(largest or 0.0, plan.shares.most)
+    return largest
 
 
 def _fitting_with(config: RunConfig, ranks: int, device: str) -> Iterator[tuple[RunConfig, Plan]]:

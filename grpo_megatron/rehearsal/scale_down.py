@@ -31,6 +31,8 @@ MAX_TURNS = 3
 MAX_CACHE_GIB = 0.25
 MAX_TOP_K = 16
 """Likeliest tokens of a teacher."""
+MAX_SAMPLED_TOP_K = 128
+"""Ids that sampling keeps: with their ties fewer than the tiny model's vocabulary of 320."""
 _PROMPTS_PER_DOMAIN = 4
 _MAX_GROUP_SIZE = 4
 _MAX_COLD_START = {"batch_size": 8, "steps_per_evaluation": 1, "checkpoint_interval": 2}
@@ -108,15 +110,14 @@ def scale_down(config: RunConfig, stand_ins: StandIns) -> list[Change]:
 
 
 def num_layers_of(trainer: TrainerConfig) -> int:
-    """Return layers that the scaled layout divides: two for each chunk of the pipeline, one more
-    where its stages are unequal."""
-    chunks = _two_at_most(trainer.pipeline_parallel_size)
+    """Return layers that the scaled layout divides, with two in the smaller of unequal stages.
+
+    The largest number of several layouts, as of the stages of a graph, fits all of them."""
     if trainer.virtual_pipeline_parallel_size is not None:
-        chunks *= 2
-    layers = max(4, 2 * chunks)
+        return 8  # two in each of four chunks, or stages of 6 and 2
     if _is_uneven(trainer):
-        layers += 1
-    return layers
+        return 6  # stages of 4 and 2
+    return 4
 
 
 def has_served_teachers(config: RunConfig) -> bool:
@@ -268,6 +269,7 @@ def _lengths(config: RunConfig, changes: _Changes) -> None:
         changes.at_most("rollout.max_model_len", rollout.max_model_len, longest, why)
     changes.at_most("rollout.segment_tokens", rollout.segment_tokens, MAX_NEW_TOKENS // 2, why)
     changes.at_most("rollout.max_num_seqs", rollout.max_num_seqs, 64, why)
+    changes.at_most("rollout.top_k", rollout.top_k, MAX_SAMPLED_TOP_K, "a small vocabulary")
     for number, domain in enumerate(config.domains):
         key = f"domains.{number}.max_new_tokens"
         if domain.episodes is not None:
@@ -373,11 +375,25 @@ def _layout(config: RunConfig, changes: _Changes) -> None:
         changes.set("trainer.first_stage_layers", None, "unequal stages stay unequal")
     elif first is not None:
         changes.set("trainer.first_stage_layers", 2, "unequal stages stay unequal")
+    _without_gpus(config, changes)
     machine = "this machine"
     changes.set("placement.trainer_nodes", 1, machine)
     changes.set("placement.rollout_nodes", 0, machine)
     changes.set("placement.environment_nodes", 0, machine)
     changes.set("placement.gpus_per_node", 0, machine)
+
+
+def _without_gpus(config: RunConfig, changes: _Changes) -> None:
+    """Replace what the trainer refuses, or dies of, where it has no GPU."""
+    why = "needs a GPU"
+    trainer = config.trainer
+    changes.set("trainer.fp8", "none", why)
+    if trainer.attention == "transformer_engine":
+        changes.set("trainer.attention", "auto", why)
+    if trainer.moe_dispatcher != "alltoall":
+        changes.set("trainer.moe_dispatcher", "auto", why)
+    if config.publish.method == "nccl":
+        changes.set("publish.method", "gloo", why)
 
 
 def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:

@@ -350,3 +350,19 @@ def test_steps_are_shown_with_their_labels(tmp_path, capsys):
     assert code == 0
     assert "step 1, label 1: 2.\nstep 2, label 0.25: 3.\n" in text
     assert "tokens of the answers: 4, with their ends" in text
+
+
+def test_prompts_that_an_earlier_domain_has_are_told(show):
+    again = f"""
+[[domains]]
+name = "again"
+source = "file"
+path = "rows.jsonl"
+template = "chat"
+rewards = [{{ function = "{REWARDS}:exact_match" }}]
+"""
+    code, text = show(more=again)
+    assert code == 0
+    assert "2 of these 2 prompts of domain again are prompts of sums too" in text
+    code, text = show("domains.1.system_prompt=Be brief.", more=again)
+    assert code == 0 and "warning" not in text

@@ -10,8 +10,12 @@ import sys
 import pytest
 
 from grpo_megatron.cli.main import main
+from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.engine_arguments import MEMORY_SHARE
+from grpo_megatron.plan.engine_share import arguments_with_share
 from grpo_megatron.plan.memory import memory_problems, plan_of
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.search import search
@@ -77,6 +81,55 @@ def test_an_engine_without_room_for_one_sequence(capsys, argument, fits):
     code = main(["plan", SMALL, f'rollout.engine_arguments=["{argument}"]'])
     assert (code == 0) == fits
     assert ("GiB of weights a GPU leave room for" in capsys.readouterr().err) != fits
+
+
+SHARING = ["placement.mode=colocated", "batch.max_staleness=0", "trainer.recompute=full"]
+"""With the share of a GPU that vLLM takes by default."""
+
+
+def told_share(capsys) -> str:
+    """Return the setting that an error proposes, as an override."""
+    error = capsys.readouterr().err
+    setting = next(line for line in error.splitlines() if "set rollout.engine_arguments" in line)
+    return "rollout.engine_arguments=" + setting.partition("rollout.engine_arguments = ")[2]
+
+
+@pytest.mark.parametrize(
+    "layout", [["trainer.tensor_parallel_size=2"], ["placement.trainer_nodes=4"]]
+)
+def test_a_share_that_leaves_engines_and_trainer_enough_is_told(capsys, layout):
+    other = 'rollout.engine_arguments=["--max-num-batched-tokens=8192"]'
+    given = [*SHARING, *layout, other]
+    assert main(["plan", SMALL, *given]) == 2
+    share = told_share(capsys)
+    assert "--max-num-batched-tokens=8192" in share
+    assert main(["plan", SMALL, *given, share]) == 0
+    told = resolve(SMALL, [*given, share]).config.rollout.engine_argument(MEMORY_SHARE)
+    larger = arguments_with_share(RolloutConfig(), float(told) + 0.02)
+    assert main(["plan", SMALL, *given, f"rollout.engine_arguments={as_toml(larger)}"]) == 2
+
+
+def test_a_search_tells_the_share_with_which_a_layout_fits(capsys):
+    assert main(["plan", SMALL, *SHARING, "--search", "1x8"]) == 2
+    share = told_share(capsys)
+    assert main(["plan", SMALL, *SHARING, share, "--search", "1x8"]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["trainer.max_tokens_per_microbatch=65536"], ["--search", "1x1"]]
+)
+def test_no_share_is_told_where_none_is_enough_for_both(capsys, arguments):
+    one_gpu = ["placement.gpus_per_node=1", "rollout.num_replicas=1"]
+    one_gpu += ["trainer.tensor_parallel_size=1", "trainer.num_ranks=1"]
+    assert main(["plan", SMALL, *SHARING, *one_gpu, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "--gpu-memory-utilization" not in error and "placement.mode='separate'" in error
+
+
+def test_an_engine_that_has_too_small_a_share_is_told_a_larger_one(capsys):
+    small = 'rollout.engine_arguments=["--gpu-memory-utilization=0.2"]'
+    assert main(["plan", SMALL, small]) == 2
+    assert main(["plan", SMALL, told_share(capsys)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 import grpo_megatron.launch
 from grpo_megatron.cli.main import main
+from grpo_megatron.config.gates import refuse_absent_runs
 from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.errors import DataError
 from grpo_megatron.plan.resolve import refuse_missing, resolve
@@ -135,3 +136,18 @@ def test_a_directory_that_cannot_be_written_is_one_message(capsys):
     assert main(["train", RECIPE, "runs_dir=/proc/runs"]) == 3
     said = capsys.readouterr().err
     assert "/proc/runs" in said and said.count("error:") == said.count("remedy:") == 1
+
+
+@pytest.mark.parametrize("command", [["train"], ["submit", "--site", "bare"]])
+def test_a_gate_against_a_run_that_is_not_there_starts_nothing(
+    tmp_path, monkeypatch, capsys, command
+):
+    monkeypatch.chdir(tmp_path)
+    gates = 'gates=["no domain drops more than 0.02 against runs/nowhere"]'
+    assert main([*command, RECIPE, gates]) == 2
+    said = capsys.readouterr().err
+    assert "compares with a run that is not there" in said
+    assert str(tmp_path / "runs" / "nowhere") in said
+    assert not list(tmp_path.iterdir())
+    make_run("nowhere")  # it may end before this one does
+    refuse_absent_runs(resolve(RECIPE, [gates]).config.gates)

@@ -229,6 +229,11 @@ BROKEN = [
     ("too_old_on_policy", ["batch.too_old=mask"]),
     ("adapted_staleness", ["batch.adapt_staleness=true"]),
     ("pause_in_flight", ["publish.pause=keep"]),
+    ("publish_carrier", ["publish.method=nccl"]),
+    (
+        "publish_carrier",
+        ["publish.method=nccl", "placement.gpus_per_node=2", "placement.mode=colocated"],
+    ),
     ("delta_of_files", ["publish.delta=true", "publish.method=file"]),
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
@@ -561,6 +566,8 @@ def test_a_rule_set_fills_in_names_and_values():
         ["rollout.dtype=bfloat16", "publish.canary=false"],
         ["batch.num_samples_per_prompt=1", "num_steps=0"],
         ["batch.num_samples_per_prompt=1", "kind=sft", "cold_start=null"],
+        ["publish.method=nccl", "placement.gpus_per_node=3"],
+        ["publish.method=ipc"],  # through host memory
         ["publish.num_senders=3"],  # of earlier versions: without effect
         ["model.preset=qwen3-8b", "model.path=/x"],
         ["num_steps=2", 'gates=["steps >= 2", "seconds >= 3", "steps < 1", "seconds <= 60"]'],
@@ -624,6 +631,13 @@ def test_a_rule_set_fills_in_names_and_values():
 )
 def test_valid_settings(overrides):
     assert check_rules(unchecked_config(*overrides)) == []
+
+
+def test_a_domain_without_a_name_is_asked_for_one():
+    [found] = check_rules(unchecked_config('domains.0.name=""'))
+    assert found.nearest == ("domain0",) and found.remedy.startswith("give it a name")
+    [found] = check_rules(unchecked_config('domains.0.name=" a"'))
+    assert found.nearest == ("a",) and found.remedy.startswith("leave out")
 
 
 def test_a_reward_named_with_a_dot_is_told_with_a_colon():

@@ -65,6 +65,8 @@ def test_one_edit_finds_the_key(seed):
         ("trainer.seed", "seed"),
         ("domain", "domains"),
         ("domains.0.agent.step_s", "domains.0.agent.episode_s"),
+        ("domains.0.objective.preset", "objective.preset"),
+        ("domains.0.model.preset", "model.preset"),
     ],
 )
 def test_habits_and_wrong_tables(wrong, right):

@@ -76,6 +76,19 @@ def test_the_first_of_equal_texts_wins_over_domains():
     assert splits.num_duplicates == 1
 
 
+@pytest.mark.parametrize(("num_own", "num_heldout"), [(0, 0), (1, 9)])
+def test_a_domain_whose_prompts_an_earlier_one_has_is_told_which(num_own, num_heldout):
+    """More problems of it would not help."""
+    ours = prompts(8)
+    same = [dataclasses.replace(each, domain="again") for each in ours]
+    own = [prompt(f"own {number}", "again") for number in range(num_own)]
+    with pytest.raises(DataError) as caught:
+        make_splits([*ours, *same, *own], num_heldout=num_heldout, num_validation=0)
+    told = str(caught.value)
+    assert f"8 of the {8 + num_own} distinct prompts of domain 'again' are those of" in told
+    assert "'addition', which comes first" in told and "num_problems" not in told
+
+
 @pytest.mark.parametrize("heldout, validation", [(10, 0), (5, 5), (100, 0)])
 def test_too_few_problems_names_the_numbers_and_the_remedy(heldout, validation):
     with pytest.raises(DataError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -282,6 +283,44 @@ def test_only_the_first_row_is_read(queued, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\nnot JSON\n')
     assert main(["submit", RECIPE, "--site", "bare", *FROM_FILE]) == 0
     assert len(queued) == 1
+
+
+def two_files(first: int, second: int) -> list[str]:
+    """Write files with so many rows; returns the setting of their domains."""
+    domains = []
+    for name, count in (("a", first), ("b", second)):
+        rows = [json.dumps({"question": f"{name}{row}", "answer": "x"}) for row in range(count)]
+        Path(f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+        domains.append(
+            f'{{name="{name}", source="file", path="{name}.jsonl", template="{{question}}", '
+            'rewards=[{function="grpo_megatron.rewards.functions:exact_match"}]}'
+        )
+    return [f"domains=[{', '.join(domains)}]", "cold_start=null"]
+
+
+KEPT = ["data.num_heldout=5", "data.num_validation=3"]
+
+
+@pytest.mark.parametrize("command", ["train", "submit"])
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((4, 4), "the domains have 8 row(s), and 5 held-out and 3 validation prompts"),
+        ((20, 2), "domain 'b' has 2 row(s), and 1 held-out and 1 validation prompts"),
+    ],
+)
+def test_nothing_starts_with_too_few_rows(queued, tmp_path, capsys, command, sizes, words):
+    site = ["--site", "bare"] if command == "submit" else []
+    assert main([command, RECIPE, *site, *two_files(*sizes), *KEPT]) == 4
+    assert words in capsys.readouterr().err
+    assert not queued and not (tmp_path / "runs").exists()
+
+
+def test_rows_that_may_be_enough_are_left_to_the_run(queued):
+    site = ["--site", "bare"]
+    for sizes in ((5, 4), (20, 3)):
+        assert main(["submit", RECIPE, *site, *two_files(*sizes), *KEPT]) == 0
+    assert len(queued) == 2
 
 
 def test_the_check_does_not_import_torch():

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_megatron.errors import EngineError
-from grpo_megatron.launch import local
+from grpo_megatron import pretended_cuda
+from grpo_megatron.cli.main import main
+from grpo_megatron.errors import EngineError, SetupError
+from grpo_megatron.launch import local, local_gpus
+from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
 
@@ -32,3 +35,43 @@ def test_every_failure_is_an_event(tmp_path, error, exit_code, reason):
     assert raised.value is error
     (event,) = read_events(run_dir.events)
     assert (event["kind"], event["exit_code"], event["reason"]) == ("failed", exit_code, reason)
+
+
+ON_GPUS = ["placement.gpus_per_node=3", "domains.0.num_problems=1600"]
+
+
+@pytest.fixture
+def without_driver(monkeypatch):
+    monkeypatch.setattr(local_gpus, "has_gpu_driver", lambda: False)
+
+
+def test_a_recipe_for_gpus_starts_nothing_on_a_machine_without_one(
+    tmp_path, monkeypatch, capsys, without_driver
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "demo/gspo-moe-cpu", *ON_GPUS]) == 3
+    said = capsys.readouterr().err
+    assert "this machine has no GPU" in said and "placement.gpus_per_node=0" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_has_a_gpu_or_pretends_to_is_let_through(monkeypatch, without_driver):
+    config = resolve("demo/gspo-moe-cpu", ON_GPUS).config
+    with pytest.raises(SetupError):
+        local_gpus.refuse_absent_gpus(config)
+    local_gpus.refuse_absent_gpus(resolve("demo/gspo-moe-cpu").config)
+    with monkeypatch.context() as pretending:
+        pretending.setenv(pretended_cuda.VARIABLE, "1")
+        local_gpus.refuse_absent_gpus(config)
+    monkeypatch.setattr(local_gpus, "has_gpu_driver", lambda: True)
+    local_gpus.refuse_absent_gpus(config)
+
+
+def test_a_job_is_not_asked_for_gpus(tmp_path, monkeypatch, without_driver):
+    """Its batch script may run elsewhere than its ranks."""
+    monkeypatch.setattr(local, "_refuse_unbound", lambda config: None)
+    monkeypatch.setattr(local, "_run", lambda resolved, run_dir, in_job: 0)
+    resolved = resolve("demo/gspo-moe-cpu", [*ON_GPUS, f"runs_dir={tmp_path}"])
+    assert local.train(resolved, in_job=True) == 0
+    with pytest.raises(SetupError):
+        local.train(resolved, overwrite=True)

@@ -1,18 +1,20 @@
 """Training begins again when a rank dies: the real supervisor over small processes."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from grpo_megatron.errors import TrainerError
+from grpo_megatron.errors import GrpoMegatronError, TrainerError
 from grpo_megatron.launch import restarts
 from grpo_megatron.launch.processes import End
 from grpo_megatron.launch.restarts import first_cause, may_train_again
 from grpo_megatron.launch.steps import SlurmStep
 from grpo_megatron.plan.resolve import resolve
-from tests.launch.test_supervisor_hangs import Run, wait_until
+from tests.launch import test_supervisor_hangs
+from tests.launch.test_supervisor_hangs import ROLE, Run, wait_until
 
 BEGIN_AGAIN = {"trainer-0", "trainer-1", "controller", "worker-0", "worker-1"}
 
@@ -156,3 +158,29 @@ def test_a_step_of_a_job_says_how_it_ended_itself(tmp_path):
     assert step.started.wait(60) == 6
     end = step.end()
     assert (end.name, end.exit_code) == ("trainer-0", 6)
+
+
+def test_ranks_that_lost_a_controller_with_an_error_are_not_started_again(
+    tmp_path, monkeypatch, capsys
+):
+    """What is wrong with data is told at once, with one place and one remedy."""
+    endless = 'while role.name != "controller" or not end.exists():'
+    assert endless in ROLE
+    role = ROLE.replace(endless, 'while not (role.name[:2] in ("co", "tr") and end.exists()):')
+    role += 'sys.exit(4 if role.name == "controller" else 1)\n'
+    monkeypatch.setattr(test_supervisor_hangs, "ROLE", role)
+    run = Run(tmp_path, monkeypatch)
+    failure = {"kind": "failure", "text": "too few", "where": "[data]", "remedy": "add rows"}
+
+    def meddle(run):
+        said = run.run_dir.root / "say"
+        said.write_text(json.dumps(failure))
+        wait_until(lambda: not said.exists())
+
+    with pytest.raises(GrpoMegatronError) as caught:
+        run.with_meddling(meddle)
+    assert caught.value.exit_code == 4
+    log = run.run_dir.logs / "controller.log"
+    assert str(caught.value) == f"too few\n  where:  [data] ({log})\n  remedy: add rows"
+    assert run.events("restarted") == []
+    assert "begins again" not in capsys.readouterr().out

@@ -34,6 +34,7 @@ from grpo_megatron.rehearsal.scale_down import (
     MAX_EPISODE_TOKENS,
     MAX_MODEL_LEN,
     MAX_NEW_TOKENS,
+    MAX_SAMPLED_TOP_K,
     MAX_TOP_K,
     MAX_TURN_TOKENS,
     MAX_TURNS,
@@ -58,8 +59,9 @@ LAYOUT = (
 )
 
 
-def stand_ins(config, folder: Path) -> StandIns:
+def stand_ins(config, folder: Path, num_layers: int | None = None) -> StandIns:
     """Rows and the config.json of a tiny model, without weights: enough to resolve a recipe."""
+    num_layers = num_layers or num_layers_of(config.trainer)
     hf, _ = configuration_of(config.model)
     sees_images = "vision_config" in hf
     preset = load_preset(config.model.preset) if config.model.preset else None
@@ -67,7 +69,7 @@ def stand_ins(config, folder: Path) -> StandIns:
         write_tiny_model(folder, preset)
     else:
         fills_blocks = config.rollout.fp8 != "none"
-        tiny = tiny_config(hf, num_layers_of(config.trainer), fills_blocks=fills_blocks)
+        tiny = tiny_config(hf, num_layers, fills_blocks=fills_blocks)
         tiny["vocab_size"] = 320
         processor = tiny.pop("image_processor", None)
         (folder / "config.json").write_text(json.dumps(as_transformers_reads(tiny)))
@@ -151,7 +153,7 @@ def test_made_up_rows_of_a_folder_have_no_splits(tmp_path):
 
 
 @pytest.mark.parametrize("name", [n for n in preset_names() if load_preset(n).checkpoint])
-@pytest.mark.parametrize("num_layers", [4, 5])
+@pytest.mark.parametrize("num_layers", [4, 6, 8])
 def test_a_tiny_model_keeps_the_parts_of_its_family(name, num_layers):
     released = load_preset(name).hf
     tiny = tiny_config(released, num_layers) | {"vocab_size": 320}
@@ -231,12 +233,68 @@ def test_unequal_stages_stay_unequal(tmp_path):
     before, after = scaled("moe/deepseek-v3", tmp_path)
     assert before.trainer.last_stage_layers
     assert after.trainer.last_stage_layers == 2
-    assert num_layers_of(before.trainer) == 5
+    assert num_layers_of(before.trainer) == 6
 
 
 def test_virtual_stages_stay_virtual(tmp_path):
     _, after = scaled("dense/llama-3.3-70b", tmp_path, "trainer.virtual_pipeline_parallel_size=4")
     assert after.trainer.virtual_pipeline_parallel_size == 2
+
+
+UNEQUAL = "moe/qwen3-235b-a22b"
+EQUAL_LAST = "trainer.last_stage_layers=null"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [EQUAL_LAST, "trainer.first_stage_layers=10"],
+        ["trainer.first_stage_layers=12"],
+    ],
+    ids=["last", "first", "both"],
+)
+@pytest.mark.parametrize("vpp", ["null", "2"])
+def test_unequal_stages_may_be_virtual(tmp_path, overrides, vpp):
+    virtual = f"trainer.virtual_pipeline_parallel_size={vpp}"
+    before, after = scaled(UNEQUAL, tmp_path, virtual, *overrides)
+    trainer = after.trainer
+    assert (trainer.virtual_pipeline_parallel_size is None) == (vpp == "null")
+    num_layers = num_layers_of(before.trainer)
+    given = trainer.first_stage_layers or trainer.last_stage_layers
+    assert given is not None and given != num_layers - given
+
+
+def test_a_model_of_a_graph_fits_the_pipelines_of_all_its_stages(tmp_path):
+    equal = [EQUAL_LAST, "trainer.pipeline_parallel_size=2"]
+    layouts = [[], equal, [*equal, "trainer.num_ranks=64"]]
+    num_layers = max(num_layers_of(resolve(UNEQUAL, layout).config.trainer) for layout in layouts)
+    for layout in layouts:
+        config = resolve(UNEQUAL, layout).config
+        inputs = stand_ins(config, tmp_path, num_layers)
+        changes = scale_down(config, inputs)
+        resolve(UNEQUAL, [*layout, *(change.override for change in changes)])
+
+
+def test_what_needs_a_gpu_is_set_otherwise(tmp_path):
+    """The trainer refuses these where it has none; IPC goes through host memory there."""
+    settings = ["trainer.fp8=blockwise", "trainer.attention=transformer_engine"]
+    settings += ["trainer.moe_dispatcher=deepep", "publish.method=nccl"]
+    _, after = scaled("moe/qwen3-30b-a3b", tmp_path, *settings)
+    assert after.trainer.fp8 == "none"
+    assert after.trainer.attention == "auto"
+    assert after.trainer.moe_dispatcher == "auto"
+    assert after.publish.method == after.publish_carrier == "gloo"
+    for kept in ("ipc", "gloo", "file"):
+        _, after = scaled("dense/qwen2.5-7b", tmp_path, f"publish.method={kept}")
+        assert after.publish.method == kept
+
+
+def test_sampling_keeps_no_more_ids_than_the_tiny_model_has(tmp_path):
+    _, after = scaled("dense/qwen2.5-7b", tmp_path, "rollout.top_k=1000")
+    assert after.rollout.top_k == MAX_SAMPLED_TOP_K
+    _, after = scaled("dense/qwen2.5-7b", tmp_path, "rollout.top_k=40")
+    assert after.rollout.top_k == 40
 
 
 def test_an_override_that_is_small_already_is_kept(tmp_path):

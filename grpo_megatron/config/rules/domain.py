@@ -88,11 +88,14 @@ def names_can_be_asked_for(run: RunConfig, domain: DomainConfig, index: int) -> 
         return None
     if nearest_name in ("", OF_ALL):
         nearest_name = f"domain{index}"
+    remedy = "leave out . @ < > = and blanks at both ends"
+    if not domain.name.strip():
+        remedy = f"give it a name, for example {nearest_name}"
     return Violation(
         f"domains.{index}.name",
         f"a domain cannot be called {domain.name!r}: gates and metrics carry its name",
         nearest=(nearest_name,),
-        remedy="leave out . @ < > = and blanks at both ends",
+        remedy=remedy,
     )
 
 

@@ -410,6 +410,29 @@ def only_rollouts_ahead_are_in_flight(run: RunConfig) -> Violation | None:
     )
 
 
+@RUN_RULES.rule("publish_carrier")
+def nccl_joins_gpus_of_their_own(run: RunConfig) -> Violation | None:
+    """Refuse NCCL for weights without GPUs, and where trainer and engines share them."""
+    if run.publish.method != "nccl" or run.num_replicas == 0:
+        return None
+    if run.placement.gpus_per_node == 0:
+        return Violation(
+            "publish.method",
+            "NCCL sends from GPU to GPU, and placement.gpus_per_node = 0 says that there are none",
+            nearest=("auto", "gloo"),
+            remedy="set publish.method=auto, or placement.gpus_per_node",
+            related=("placement.gpus_per_node",),
+        )
+    if not run.shares_gpus:
+        return None
+    return Violation(
+        "publish.method",
+        "trainer and engines share GPUs, and a GPU cannot be twice in a group of NCCL",
+        nearest=("auto", "ipc"),
+        related=("placement.mode",),
+    )
+
+
 @RUN_RULES.rule("delta_of_files")
 def files_have_no_changes(run: RunConfig) -> Violation | None:
     """Refuse changes where weights travel as files."""

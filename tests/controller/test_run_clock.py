@@ -1,0 +1,103 @@
+"""Seconds of a run count all of its attempts, and never shrink."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_megatron.controller import run as run_module
+from grpo_megatron.controller.run import Run
+from grpo_megatron.controller.run_clock import RunClock, seconds_at_end
+from grpo_megatron.controller.trainer_link import RunState
+from grpo_megatron.rundir import RunDir
+from tests.controller.scored_groups import recipe
+
+AFTER_6 = RunState(step=6, updates=6, sampler={}, heldout_before=0.0, seconds=100.0)
+START_S = 20.0
+"""Since the attempt began, when it has loaded its checkpoint."""
+
+
+class Trainer:
+    async def call(self, request: object) -> dict:
+        return asdict(AFTER_6)
+
+
+class Publisher:
+    async def publish(self, version: int) -> None:
+        pass
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> RunDir:
+    found = RunDir(tmp_path)
+    found.create()
+    return found
+
+
+def resumed(run_dir: RunDir, monkeypatch) -> Run:
+    """An attempt that began `START_S` ago and has loaded the checkpoint of step 6."""
+
+    async def newest(trainer, checkpoints, events):
+        return run_dir.step_checkpoint(6)
+
+    monkeypatch.setattr(run_module, "newest_whole", newest)
+    monkeypatch.setattr(run_module, "drop_disconnected", lambda store, step: None)
+    resources = SimpleNamespace(
+        dispatcher=None, rewards=None, judges=None, trainer=Trainer(), publisher=Publisher()
+    )
+    started = time.monotonic() - START_S
+    attempt = Run(recipe(("p",), num_steps=6), run_dir, resources, lambda _: None, started)
+    assert asyncio.run(attempt._restore()) is not None
+    return attempt
+
+
+def test_a_resumed_attempt_counts_its_start(run_dir, monkeypatch):
+    attempt = resumed(run_dir, monkeypatch)
+    assert attempt.clock.seconds >= AFTER_6.seconds + START_S
+
+
+@pytest.mark.parametrize("name", ["result", "earlier_result"])
+def test_an_end_after_the_checkpoint_counts(run_dir, monkeypatch, name):
+    getattr(run_dir, name).write_text(json.dumps({"seconds": 130.0}))
+    attempt = resumed(run_dir, monkeypatch)
+    first = attempt.clock.seconds
+    assert first >= 130.0 + START_S
+    attempt._conclude(AFTER_6, {"all": {}}, {}, attempt.clock.seconds)
+    result = json.loads(run_dir.result.read_text())
+    assert result["seconds"] >= first
+    again = resumed(run_dir, monkeypatch)
+    assert again.clock.seconds >= result["seconds"] + START_S
+
+
+def test_the_loop_goes_on_with_the_seconds_of_the_run(run_dir, monkeypatch):
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def make(config, run_dir, state, *_, **__):
+        seen.append(state.seconds)
+        raise Stop
+
+    attempt = resumed(run_dir, monkeypatch)
+    monkeypatch.setattr(run_module, "make_rl_loop", make)
+    with pytest.raises(Stop):
+        asyncio.run(attempt._train(AFTER_6))
+    assert seen[0] >= AFTER_6.seconds + START_S
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"seconds": null}'])
+def test_a_result_that_cannot_be_read_has_no_seconds(run_dir, text):
+    run_dir.result.write_text(text)
+    assert seconds_at_end(run_dir) == 0.0
+
+
+def test_less_of_earlier_attempts_than_is_known_changes_nothing():
+    clock = RunClock(time.monotonic(), earlier=50.0)
+    clock.count_earlier(40.0)
+    assert clock.seconds >= 50.0
