@@ -39,6 +39,11 @@ def complete_steps(directory: Path) -> list[int]:
     return [step for step in steps if (_of_step(directory, step) / COMPLETE).is_file()]
 
 
+def is_torch_dist(directory: Path) -> bool:
+    """Tell whether `directory` is a checkpoint of ours with distributed weights."""
+    return (directory / WEIGHTS_FOLDER / ".metadata").exists()
+
+
 def all_damaged(directory: Path) -> CheckpointError:
     """Return what to raise where there are checkpoints below `directory`, and none is whole."""
     newest = _of_step(directory, present_steps(directory)[-1])

@@ -76,11 +76,6 @@ class ParameterTable:
         return (StoredRegion(parameter.name, (0,) * len(shape), shape, shape),)
 
 
-def is_torch_dist(directory: Path) -> bool:
-    """Tell whether `directory` is a checkpoint of ours with distributed weights."""
-    return (directory / "weights" / ".metadata").exists()
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where the bytes of a chunk are: `length` of them from `offset` on."""

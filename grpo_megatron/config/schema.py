@@ -149,9 +149,8 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     same = list(anywhere.get(plain(key), ()))
     if habit is not None:
         same += anywhere.get(habit, ())
-    tail = dotted(
-        (*table[-1:], plain(key))
-    )  # `domains.0.objective.preset`: that of another objective
+    # `domains.0.objective.preset`: rather that of another objective than that of the model
+    tail = dotted((*table[-1:], plain(key)))
     same.sort(
         key=lambda full: (
             dotted(tuple(table)) not in full,

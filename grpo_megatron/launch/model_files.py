@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from grpo_megatron.checkpoints.retention import is_torch_dist
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import CheckpointError
@@ -14,7 +15,8 @@ _INDEX = "model.safetensors.index.json"
 def refuse_incomplete_models(config: RunConfig, *, has_checkpoint: bool = False) -> None:
     """DataError where the policy's checkpoint directory has no tokenizer with an end token,
     CheckpointError where one lacks weights, as the trainer would tell it. Directories that are not
-    there are left to `refuse_missing`, what is in the files to the trainer.
+    there are left to `refuse_missing`, what is in the files to the trainer; so is a checkpoint of
+    Megatron's, which serves as well.
 
     has_checkpoint: the run goes on after one of its own, which has the weights."""
     paths = config.paths_of_other_models
@@ -26,7 +28,7 @@ def refuse_incomplete_models(config: RunConfig, *, has_checkpoint: bool = False)
     if has_checkpoint:
         return
     for key, path in paths.items():
-        if path.is_dir():
+        if path.is_dir() and not is_torch_dist(path):
             _refuse_without_weights(key, path)
 
 

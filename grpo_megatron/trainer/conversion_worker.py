@@ -35,7 +35,7 @@ from grpo_megatron.checkpoints import (
 from grpo_megatron.checkpoints.casts import cast
 from grpo_megatron.checkpoints.fitting import adapter_domains
 from grpo_megatron.checkpoints.recorded_digests import RecordedDigests
-from grpo_megatron.checkpoints.retention import DIGESTS
+from grpo_megatron.checkpoints.retention import DIGESTS, is_torch_dist
 from grpo_megatron.config.trainer import TrainerConfig, refuse_other_than_layout
 from grpo_megatron.errors import (
     CheckpointError,
@@ -130,7 +130,7 @@ def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
     layout = TrainerConfig(**(settings | job.layout))
     initialize(layout, info, store)
     seed_everything(0)
-    if torch_dist.is_torch_dist(directory):
+    if is_torch_dist(directory):
         _refuse_damaged(directory)
     source = _open_source(job, table)
     if job.target is None:
@@ -189,7 +189,7 @@ def _open_source(job: ConversionJob, table: torch_dist.ParameterTable) -> Source
     directory = Path(job.source)
     is_from_megatron = job.to == "hf"
     if job.target is None:
-        is_from_megatron = torch_dist.is_torch_dist(directory)
+        is_from_megatron = is_torch_dist(directory)
     if is_from_megatron:
         return torch_dist.MegatronSource(
             table,

@@ -20,9 +20,8 @@ from grpo_megatron.checkpoints import (
     hf_export,
     hf_import,
     reward_models,
-    torch_dist,
 )
-from grpo_megatron.checkpoints.retention import ADAPTERS_FOLDER, WEIGHTS_FOLDER
+from grpo_megatron.checkpoints.retention import ADAPTERS_FOLDER, WEIGHTS_FOLDER, is_torch_dist
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.hf_config import computation
@@ -265,7 +264,7 @@ class TrainerService:
                 where=str(directory),
                 remedy="give the same architecture",
             )
-        if torch_dist.is_torch_dist(directory):
+        if is_torch_dist(directory):
             if distributed.read_state(directory).get("lora"):
                 raise CheckpointError(
                     "the checkpoint is of a run with adapters, which are not weights",

@@ -46,6 +46,13 @@ def test_a_model_without_some_of_its_files_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_checkpoint_of_a_run_serves_as_a_model(model):
+    (model / "model.safetensors").unlink()
+    (model / "weights").mkdir()
+    (model / "weights" / ".metadata").touch()
+    refuse_incomplete_models(resolve(RECIPE, settings(model)).config)
+
+
 def test_every_file_that_an_index_names_is_there(model):
     (model / "model.safetensors").unlink()
     names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
