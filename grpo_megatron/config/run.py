@@ -614,16 +614,13 @@ class RunConfig(Strict):
 
     @property
     def begins_as_reference(self) -> bool:
-        """Whether the model that a run of preferences begins with is its reference. One that is
-        named has no adapters, so neither has the model then, or none that change anything yet."""
+        """Whether the weights that a run of preferences begins with are its reference's, adapters
+        aside: a reference that is named has none."""
         reference = self.preferences.reference
         if reference is None:
             return True
         start = self.model.path
-        has_trained_adapters = self.lora is not None and self.lora.path is not None
-        if start is None or has_trained_adapters:
-            return False
-        return reference.resolve() == start.resolve()
+        return start is not None and reference.resolve() == start.resolve()
 
     @property
     def compares_pairs(self) -> bool:

@@ -64,15 +64,16 @@ def other_labels(hf: Mapping[str, Any], labels: Sequence[str]) -> str:
 
 def is_reward_model(path: Path) -> bool:
     """Whether a checkpoint is a reward model, or the run that is yet to write it trains one. One
-    that is not there, or cannot be read, is left to other rules."""
-    if path.exists():
-        try:
-            hf, _ = configuration_of(ModelConfig(path=path))
-        except ConfigError:
-            return False
-        return bool(labels_of(hf))
+    that is not there, or cannot be read, is left to other rules, and so is a run whose settings
+    cannot."""
     run = run_that_writes(path)
-    return run is not None and read_resolved(run / "config.json").config.kind == "reward_model"
+    try:
+        if path.exists():
+            hf, _ = configuration_of(ModelConfig(path=path))
+            return bool(labels_of(hf))
+        return run is not None and read_resolved(run / "config.json").config.kind == "reward_model"
+    except ConfigError:
+        return False
 
 
 def needs_language_model(run: RunConfig, key: str) -> bool:

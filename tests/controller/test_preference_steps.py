@@ -154,22 +154,11 @@ def test_the_reference_has_the_adapters_with_which_the_run_began(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reference", "lora", "is_same"),
-    [
-        (None, None, True),
-        (None, {"rank": 2, "path": "adapter"}, True),  # which the reference has, too
-        ("other", None, False),
-        ("model", None, True),
-        (
-            "folder/../model",
-            {"rank": 2, "dora": True},
-            True,
-        ),  # adapters that are not trained change nothing
-        ("model", {"rank": 2, "path": "adapter"}, False),  # a reference by name has none
-    ],
+    ("reference", "is_same"),
+    [(None, True), ("other", False), ("model", True), ("folder/../model", True)],
 )
-def test_when_the_policy_begins_as_its_reference(reference, lora, is_same):
-    changes = {"model": {"path": "model"}, "preferences": {"reference": reference}, "lora": lora}
+def test_when_the_weights_begin_as_the_reference(reference, is_same):
+    changes = {"model": {"path": "model"}, "preferences": {"reference": reference}}
     assert recipe("x", **changes).begins_as_reference == is_same
 
 

@@ -76,6 +76,15 @@ def test_a_reward_model_is_no_language_model(tmp_path, key):
         assert key in str(told.value) and "kind reward_model" in str(told.value)
 
 
+@pytest.mark.parametrize("key", ["preferences.reference", "domains.0.reference"])
+@pytest.mark.parametrize("text", ['{"model_type": "qwen3_moe"}', '{"config": {"gone": 1}}', "{"])
+def test_what_a_run_will_write_is_not_asked_where_its_settings_cannot_be_read(tmp_path, key, text):
+    """A folder that is none of a run, or one of another release, tells nothing of `export/`."""
+    (tmp_path / "config.json").write_text(text)
+    recipe, settings = ASKED[key]
+    resolve(recipe, [setting.replace("PATH", str(tmp_path / "export")) for setting in settings])
+
+
 @pytest.mark.parametrize(
     ("fields", "labels"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,23 @@ from grpo_megatron.batching.store import (
     finish_step,
     write_shard,
 )
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.preference_steps import read_at_its_end
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, Turn, VersionSpan
 from tests.trainer.models import VOCAB
 
 
 def write_preferences(
-    directory: Path, *, is_paired: bool, num_groups: int = 10, for_reward: bool = False
+    directory: Path,
+    *,
+    is_paired: bool,
+    num_groups: int = 10,
+    for_reward: bool = False,
+    reference: Sequence[float] = (),
 ) -> str:
-    """Ragged pairs, or labelled answers each with one to another prompt, of two domains."""
+    """Ragged pairs, or labelled answers each with one to another prompt, of two domains.
+
+    reference: scores of the rows, made up by default."""
     rng = np.random.default_rng(3)
     working = begin_step(directory)
     groups = []
@@ -50,9 +59,10 @@ def write_preferences(
             rows.append(SampleRow(0, index, number, 0, label, number % 2, episode=episode))
     shard = write_shard(working / "rollout-0.safetensors", groups)
     lengths = [len(one.token_ids) for group in groups for one in group.completions]
-    reference = -4.5 * np.array(lengths) + rng.normal(size=len(rows))
+    made_up = -4.5 * np.array(lengths) + rng.normal(size=len(rows))
+    scores = np.array(reference or made_up)
     facts = StepFacts(domains=["even", "odd"])
-    components = {REFERENCE: reference, MARGIN: np.repeat(rng.random(num_groups), 2)}
+    components = {REFERENCE: scores, MARGIN: np.repeat(rng.random(num_groups), 2)}
     finish_step(directory, [shard], rows, facts, components)
     return str(directory)
 
@@ -126,28 +136,31 @@ def reward_model_export(
     return scores.tolist()
 
 
+def preferences_run(model: str, **settings: Any) -> RunConfig:
+    """Configuration of a run on two domains with a small model, and with more `settings`."""
+    domain = {"source": "file", "path": "x"}
+    values = {
+        "name": "case",
+        "kind": "preferences",
+        "model": {"path": model},
+        "trainer": {"precision": "float32", "num_threads": 1},
+        "rollout": {"max_new_tokens": 8, "max_model_len": 64},
+        "domains": [{"name": name, **domain} for name in ("even", "odd")],
+    }
+    return RunConfig.model_validate(values | settings)
+
+
 def scores_of_another_checkpoint(
     model: str, other: str, pairs: str, lora: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """Scores of answers by a policy with adapters that are trained, by another checkpoint in the
     place of its weights, and by that checkpoint in a trainer without adapters."""
     from grpo_megatron.config.lora import LoraConfig
-    from grpo_megatron.config.run import RunConfig
     from grpo_megatron.trainer.lora.peft_format import adapter_model
     from grpo_megatron.trainer.requests import ScoreAnswers, TakeWeights
     from tests.integration import trainer_side
 
-    domain = {"source": "file", "path": "x"}
-    config = RunConfig.model_validate(
-        {
-            "name": "case",
-            "kind": "preferences",
-            "model": {"path": model},
-            "trainer": {"precision": "float32", "num_threads": 1},
-            "rollout": {"max_new_tokens": 8, "max_model_len": 64},
-            "domains": [{"name": name, **domain} for name in ("even", "odd")],
-        }
-    )
+    config = preferences_run(model)
 
     def scores(*, with_adapters: bool = True) -> np.ndarray:
         return np.array(trainer_side.execute(ScoreAnswers(Path(pairs), with_adapters)))
@@ -167,24 +180,33 @@ def scores_of_another_checkpoint(
     return found
 
 
+def first_step_after_a_checkpoint(model: str, pairs: str, lora: dict[str, Any]) -> float:
+    """Take the first step of a policy whose weights are the named reference's, and whose adapters
+    came with a checkpoint, as trained ones with which the run began; returns the gap of both."""
+    from grpo_megatron.trainer.lora.peft_format import adapter_model
+    from grpo_megatron.trainer.requests import ScoreAnswers, Train
+    from tests.integration import trainer_side
+
+    config = preferences_run(model, preferences={"reference": model}, lora=lora)
+    trainer_side.start(config, model)
+    for shard in adapter_model(trainer_side.policy()).shards:
+        if ".lora_B." in shard.name:
+            shard.tensor.data.fill_(0.02)
+    request = ScoreAnswers(Path(pairs), with_adapters=False)
+    directory = Path(f"{pairs}_of_reference")
+    write_preferences(directory, is_paired=True, reference=trainer_side.execute(request))
+    train = Train(directory=directory, first_update=0, num_updates=2, state={})
+    gap: float = trainer_side.execute(train).metrics["preference/reference_gap"]
+    return gap
+
+
 def reward_model_files(model: str, root: str) -> None:
     """Save a reward model of two scalars, and export it."""
-    from grpo_megatron.config.run import RunConfig
     from grpo_megatron.trainer.requests import ExportModel, SaveCheckpoint
     from tests.integration import trainer_side
 
-    domain = {"source": "file", "path": "x"}
-    config = RunConfig.model_validate(
-        {
-            "name": "case",
-            "kind": "reward_model",
-            "model": {"path": model},
-            "preferences": {"loss": "bradley_terry", "scalar_per_domain": True},
-            "trainer": {"precision": "float32", "num_threads": 1},
-            "rollout": {"max_new_tokens": 8, "max_model_len": 64},
-            "domains": [{"name": name, **domain} for name in ("even", "odd")],
-        }
-    )
+    settings = {"loss": "bradley_terry", "scalar_per_domain": True}
+    config = preferences_run(model, kind="reward_model", preferences=settings)
     trainer_side.start(config, model)
     directory = Path(root) / "step_000001"
     trainer_side.execute(SaveCheckpoint(directory=directory, state={"step": 1}))

@@ -19,6 +19,7 @@ from tests.trainer.test_layout_parity import LAYOUTS_2, LAYOUTS_4
 
 STEP = "tests.trainer.preference_ranks:preference_step"
 REFERENCE_SCORES = "tests.trainer.preference_ranks:scores_of_another_checkpoint"
+FIRST_STEP = "tests.trainer.preference_ranks:first_step_after_a_checkpoint"
 EXPORT = "tests.trainer.preference_ranks:reward_model_export"
 EXPORT_OF_STEPS = "tests.trainer.preference_ranks:process_reward_model_export"
 TOLERANCE = 1e-5
@@ -180,6 +181,15 @@ def test_adapters_are_no_part_of_a_named_reference(world1, dense_model, recorded
     np.testing.assert_allclose(found["reference"], found["other"], rtol=TOLERANCE)
     assert np.abs(found["with_adapters"] - found["other"]).max() > 0.01
     np.testing.assert_array_equal(found["policy_after"], found["policy_before"])
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_a_checkpoint_are_no_part_of_the_reference(world1, dense_model, recorded, dora):
+    """Before its first step, too: a run that was told to stop has a checkpoint there."""
+    lora = {"rank": 2, "dora": dora}
+    pairs = f"{recorded['pairs']}_{dora}"
+    write_preferences(Path(pairs), is_paired=True)
+    assert world1.run(FIRST_STEP, model=dense_model, pairs=pairs, lora=lora) > 0.01
 
 
 def test_transformers_gives_the_logits_of_steps(world1, recorded, tmp_path, dense_model):

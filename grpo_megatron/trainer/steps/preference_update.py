@@ -41,6 +41,7 @@ from grpo_megatron.trainer.steps.optimizer_step import (
     prepare,
     sharing_metrics,
 )
+from grpo_megatron.trainer.steps.references import add_nothing
 from grpo_megatron.trainer.steps.step_labels import StepLossFunction
 
 _GAP = "preference/reference_gap"
@@ -179,7 +180,7 @@ def train_preferences(
         policy.set_learning_rate(rate)
         stats = compute_gradients(policy, update, loss, source.margin_pass(update))
         if first_update + number == 0:
-            _require_same_reference(config, stats)
+            _require_same_reference(config, policy, stats)
         stats = apply_gradients(policy, stats)
         if has_baseline:
             stats.set_mean("preference/baseline", torch.tensor(baseline), 1.0, "update")
@@ -216,9 +217,14 @@ def _baseline(config: RunConfig, policy: Policy, table: SampleTable, rows: np.nd
     return float(kto_baseline(torch.from_numpy(scores)))
 
 
-def _require_same_reference(config: RunConfig, stats: Stats) -> None:
-    """Before the first step the policy is its own reference, unless the recipe names another."""
-    if not config.preferences.has_reference or not config.begins_as_reference:
+def _require_same_reference(config: RunConfig, policy: Policy, stats: Stats) -> None:
+    """Before the first step the policy is its own reference, unless the recipe names another, or
+    names one beside adapters that were trained before. Collective."""
+    settings = config.preferences
+    if not settings.has_reference or not config.begins_as_reference:
+        return
+    # asked of the policy: where a checkpoint has the adapters, no setting names them any more
+    if settings.reference is not None and not add_nothing(policy):
         return
     gap = stats.result()[_GAP]
     if gap > _TOLERANCE[config.trainer.precision]:

@@ -63,7 +63,7 @@ class References:
             self._saved = None
             self._weights.pop(_REMAINDER, None)
             self.start_is_base = False
-            if policy.lora is not None and _add_nothing(policy):
+            if policy.lora is not None and add_nothing(policy):
                 self.begin_with_base()
                 return
         copies = []
@@ -215,7 +215,7 @@ def _move_average(
     remainder.copy_(exact - average.float())
 
 
-def _add_nothing(policy: Policy) -> bool:
+def add_nothing(policy: Policy) -> bool:
     """Whether no adapter changes what the model computes, on any rank. Collective."""
     changes = False
     for model in policy.models:
