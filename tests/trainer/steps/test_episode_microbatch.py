@@ -193,21 +193,37 @@ def test_samples_of_the_objective_are_episodes(tmp_path):
     assert torch.bincount(batch.turns.sample).tolist() == of_samples.tolist()
 
 
-def test_a_step_reward_in_what_the_environment_said_is_of_the_token_before(tmp_path):
+def step_of_an_episode(tmp_path, last_tokens, steps):
+    """Record an episode of two sequences with rewards of steps, in places of its last turn."""
     rng = np.random.default_rng(0)
     first = sequence_of([(3, True)], rng)
-    last = sequence_of([(2, False), (2, True), (3, False), (1, True)], rng, answered_ids=(1, 2))
-    group = one_group([replace(last, earlier=(first,))])
-    [stored] = store_groups(tmp_path / "spool", group)
-    steps = (((1, 0.5), (4, 1.0), (6, 2.0), (8, 3.0)),)
-    scored = ScoredGroup(stored, {}, np.array([1.0]), steps)
-    letters = "abcdefgh"
+    turns = [(2, False), (2, True), (3, False), (last_tokens, True)]
+    last = sequence_of(turns, rng, answered_ids=(1, 2))
+    [stored] = store_groups(tmp_path / "spool", one_group([replace(last, earlier=(first,))]))
+    scored = ScoredGroup(stored, {}, np.array([1.0]), (steps,))
 
     def decode(ids) -> str:
-        return letters[: len(ids)]
+        return "abcdefgh"[: len(ids)]
 
     record_step(tmp_path / "step_000000", [scored], 1, StepFacts(domains=DOMAINS), decode)
-    batch = sample_batch(config(preset="grpo"), SampleTable(tmp_path / "step_000000"))
+    return SampleTable(tmp_path / "step_000000")
+
+
+def test_a_step_reward_is_of_a_token_of_the_last_turn(tmp_path):
+    table = step_of_an_episode(tmp_path, 3, ((1, 0.5), (3, 3.0)))
+    batch = sample_batch(config(preset="grpo"), table)
+    assert batch.events is not None
+    # of 3 policy tokens before, 2 of an earlier turn, and these
+    assert batch.events.end.tolist() == [5, 7]
+    assert batch.events.sample.tolist() == [0, 0]
+
+
+def test_a_step_reward_in_what_the_environment_said_is_of_the_token_before(tmp_path, monkeypatch):
+    """As stores of earlier releases have them, whose places are of the whole text."""
+    table = step_of_an_episode(tmp_path, 1, ((1, 3.0),))
+    places = (np.ones(4, np.int64), np.array([0, 3, 5, 7]), np.array([0.5, 1.0, 2.0, 3.0]))
+    monkeypatch.setattr(table, "steps", places)
+    batch = sample_batch(config(preset="grpo"), table)
     assert batch.events is not None
     # of 3 policy tokens before, and 2 + 1 here: places 0 and 3 to 5, 5 and 7 of the response
     assert batch.events.end.tolist() == [2, 4, 4, 5]
