@@ -1,11 +1,13 @@
 """No process outlives the one that it works for."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import BinaryIO, NamedTuple
 
 _LIBC = ctypes.CDLL(None)
@@ -47,8 +49,21 @@ async def start_worker(module: str) -> Worker:
         "PYTHONPATH": os.pathsep.join(python_path),
     }
     read_end, write_end = os.pipe()
+    output = os.fdopen(read_end, "rb", buffering=0)
+    with contextlib.ExitStack() as unless_started:
+        unless_started.enter_context(ours)
+        unless_started.enter_context(output)
+        process = await _started(module, theirs, write_end, environment)
+        unless_started.pop_all()
+    return Worker(process, ours, output)
+
+
+async def _started(
+    module: str, theirs: socket.socket, write_end: int, environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    """Start the process with its ends of socket and pipe, which are closed here."""
     with theirs, open(write_end, "wb") as printed:
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             module,
@@ -61,4 +76,3 @@ async def start_worker(module: str) -> Worker:
             start_new_session=True,
             env=environment,
         )
-    return Worker(process, ours, open(read_end, "rb", buffering=0))

@@ -106,8 +106,8 @@ async def _share_of_pairs(program: str, tests: Tests, limits: Limits, *, stop_ea
         passed += good
         if outcome.ending == "timed_out":
             of_earlier_s = limits.wall_s - left.wall_s
-            had_less_than_they = left.wall_s * (number - 1) < of_earlier_s
-            if had_less_than_they:  # else it was its own time that it has used up
+            had_less_than_the_mean = left.wall_s * (number - 1) < of_earlier_s
+            if had_less_than_the_mean:  # else it was its own time that it has used up
                 await _refuse_slow_starts(number, tests, limits)
             break
         if stop_early and not good:

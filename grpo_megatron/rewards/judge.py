@@ -1,5 +1,6 @@
 """Learned rewards behind an OpenAI-compatible server: a judge that writes, a model that scores. One
-that fails, takes longer than `timeout_s` or gives no score makes the sample unscorable."""
+that fails, takes longer than `timeout_s` (default: what `data.reward_timeout_s` leaves it) or gives
+no score makes the sample unscorable."""
 
 import math
 import re
@@ -62,7 +63,7 @@ async def judge(
     criteria_field: str | None = None,
     think_tag: str | None = None,
     template: str = _RUBRIC,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     attempts: int = 2,
     max_tokens: int = 512,
 ) -> float:
@@ -218,7 +219,7 @@ async def reward_model(
     end: str = "",
     label: int | None = None,
     add_special_tokens: bool = False,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
 ) -> float:
     """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route.
     label: the number of the scalar, of a model that has several (its config.json names them).

@@ -7,9 +7,12 @@ import aiohttp
 from grpo_megatron.errors import RewardError
 
 
-async def post(url: str, body: dict[str, Any], timeout_s: float, api_key: str | None = None) -> Any:
-    """Return the reply's JSON. Raises RewardError where there is none within `timeout_s`, or
-    another status than 200: the sample is unscorable then."""
+async def post(
+    url: str, body: dict[str, Any], timeout_s: float | None, api_key: str | None = None
+) -> Any:
+    """Return the reply's JSON. Raises RewardError where there is none within `timeout_s` (None: as
+    long as the reward's process waits), or another status than 200: the sample is unscorable
+    then."""
     limit = aiohttp.ClientTimeout(total=timeout_s)
     headers = {}
     if api_key:

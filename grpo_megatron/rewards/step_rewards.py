@@ -47,7 +47,7 @@ async def process_reward_model(
     label: int = 1,
     scale: float = 1.0,
     shift: float = 0.0,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
 ) -> list[tuple[int, float]]:
     """`(score - shift) * scale` of each step as (its end in the completion, reward), by a process
     reward model behind a vLLM server's `/pooling` route (Qwen2.5-Math-PRM, arXiv:2501.07301;

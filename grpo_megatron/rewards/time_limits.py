@@ -22,6 +22,8 @@ def refuse_long_rewards(components: Sequence[Component], limit_s: float) -> None
         if parameter is None:
             continue
         timeout_s = reward.arguments.get("timeout_s", parameter.default)
+        if timeout_s is None:  # its process's limit is its own
+            continue
         check_number("timeout_s", timeout_s, above=0)
         if timeout_s >= limit_s:
             raise RewardError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.orphans import start_worker
 from grpo_megatron.rewards.printing import Printing, open_log
 
 MIB = 1 << 20
@@ -123,6 +124,18 @@ def test_who_holds_the_pipe_is_not_waited_for(tmp_path):
     )
     printed_by(log, program)
     os.kill(int(log.read_text()), signal.SIGKILL)  # ProcessLookupError: it was waited for
+
+
+def test_a_process_that_cannot_be_started_leaves_no_ends_open(monkeypatch):
+    async def run():
+        before = os.listdir("/proc/self/fd")
+        monkeypatch.setattr(sys, "executable", "/no/python")
+        with pytest.raises(FileNotFoundError):
+            await start_worker("grpo_megatron.rewards.reward_worker")
+        return before, os.listdir("/proc/self/fd")
+
+    before, after = asyncio.run(run())
+    assert after == before
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
