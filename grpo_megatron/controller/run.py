@@ -5,6 +5,7 @@ Every part gets here what it works with, by name, from the open resources."""
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -221,6 +222,8 @@ class Run:
 
     async def _accuracy_before(self) -> float:
         prompts = self.resources.splits.heldout
+        if not prompts:
+            return math.nan
         show("message", text=f"answering {len(prompts)} held-out prompts, before training")
         accuracy = await self.evaluator.greedy_accuracy(prompts)
         show("message", text=f"held-out accuracy before training {accuracy:.3f}")
@@ -345,10 +348,8 @@ class Run:
 
         num_samples: of the data set that the run made, empty where it made none."""
         before = None
-        told_before = ""
-        if self.config.takes_steps:
+        if self.config.takes_steps and not math.isnan(state.heldout_before):
             before = state.heldout_before
-            told_before = f"before {before:.2f} after "
         result = {
             "eval": evaluation,
             "dataset": num_samples,
@@ -359,15 +360,9 @@ class Run:
         }
         write_atomically(self.run_dir.result, json.dumps(result, indent=1))
         self._check_gates(result)
-        after = evaluation["all"].get("accuracy", float("nan"))
-        append_event(
-            self.run_dir.events,
-            "finished",
-            before=state.heldout_before,
-            after=after,
-            seconds=seconds,
-        )
-        show("result", text=f"held-out accuracy {told_before}{after:.2f} in {seconds:.0f} s")
+        after = evaluation["all"].get("accuracy")
+        append_event(self.run_dir.events, "finished", before=before, after=after, seconds=seconds)
+        show("result", text=f"{_told_accuracy(before, after)} in {seconds:.0f} s")
 
     def _check_gates(self, result: dict[str, Any]) -> None:
         closed = closed_gates(self.config.gates, result)
@@ -380,6 +375,15 @@ class Run:
 
     def _show_stopped(self, when: str) -> None:
         show("message", text=f"stopped {when}; {self.run_dir.command('resume')}")
+
+
+def _told_accuracy(before: float | None, after: float | None) -> str:
+    """What the last line of a run says of its accuracy; None: not measured."""
+    if after is None:
+        return "nothing was held out; finished"
+    if before is None:
+        return f"held-out accuracy {after:.2f}"
+    return f"held-out accuracy before {before:.2f} after {after:.2f}"
 
 
 def make_rl_loop(

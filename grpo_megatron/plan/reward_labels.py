@@ -39,10 +39,18 @@ def labels_of(hf: Mapping[str, Any]) -> list[str]:
         return []
     named = hf.get("id2label")
     if isinstance(named, Mapping):
-        return [str(named[number]) for number in sorted(named, key=int)]
+        return [str(named[number]) for number in sorted(named, key=_label_number)]
     if isinstance(named, list):
         return [str(name) for name in named]
     return [f"{UNNAMED}{number}" for number in range(hf.get("num_labels") or 2)]
+
+
+def _label_number(text: Any) -> tuple[bool, int, str]:
+    """What the keys of `id2label` are sorted by: as numbers, behind them what is none."""
+    number = str(text)
+    if number.isdecimal():
+        return False, int(number), ""
+    return True, 0, number
 
 
 def other_labels(hf: Mapping[str, Any], labels: Sequence[str]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,25 @@ def test_an_end_after_the_checkpoint_counts(run_dir, monkeypatch, name):
     assert result["seconds"] >= first
     again = resumed(run_dir, monkeypatch)
     assert again.clock.seconds >= result["seconds"] + START_S
+
+
+@pytest.mark.parametrize(
+    ("before", "results", "told"),
+    [
+        (0.3, {"accuracy": 0.5}, "held-out accuracy before 0.30 after 0.50 in 7 s"),
+        (math.nan, {}, "nothing was held out; finished in 7 s"),
+        (math.nan, {"accuracy": 0.5}, "held-out accuracy 0.50 in 7 s"),
+    ],
+)
+def test_an_end_tells_what_was_measured(run_dir, monkeypatch, before, results, told):
+    shown = {}
+    monkeypatch.setattr(run_module, "show", lambda kind, text: shown.update({kind: text}))
+    attempt = resumed(run_dir, monkeypatch)
+    state = replace(AFTER_6, heldout_before=before)
+    attempt._conclude(state, {"all": results}, {}, 7.0)
+    assert shown["result"] == told
+    for file in (run_dir.result, run_dir.events):
+        assert "NaN" not in file.read_text()
 
 
 def test_the_loop_goes_on_with_the_seconds_of_the_run(run_dir, monkeypatch):

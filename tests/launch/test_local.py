@@ -64,7 +64,31 @@ def test_who_has_a_gpu_or_pretends_to_is_let_through(monkeypatch, without_driver
         pretending.setenv(pretended_cuda.VARIABLE, "1")
         local_gpus.refuse_absent_gpus(config)
     monkeypatch.setattr(local_gpus, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(local_gpus, "num_gpus", lambda: None)
     local_gpus.refuse_absent_gpus(config)
+
+
+def test_a_recipe_for_more_gpus_than_this_machine_has_starts_nothing(monkeypatch):
+    config = resolve("demo/gspo-moe-cpu", ON_GPUS).config
+    monkeypatch.delenv(pretended_cuda.VARIABLE, raising=False)
+    monkeypatch.setattr(local_gpus, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(local_gpus, "num_gpus", lambda: 3)
+    local_gpus.refuse_absent_gpus(config)
+    monkeypatch.setattr(local_gpus, "num_gpus", lambda: 2)
+    with pytest.raises(SetupError, match=r"asks for 3 GPUs.* may use 2"):
+        local_gpus.refuse_absent_gpus(config)
+
+
+def test_gpus_are_counted_by_the_drivers_files_and_by_what_is_visible(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert local_gpus.num_gpus(tmp_path) is None
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-modeset"):
+        (tmp_path / name).touch()
+    assert local_gpus.num_gpus(tmp_path) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert local_gpus.num_gpus(tmp_path) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local_gpus.num_gpus(tmp_path) == 0
 
 
 def test_a_job_is_not_asked_for_gpus(tmp_path, monkeypatch, without_driver):

@@ -92,6 +92,7 @@ def test_what_a_run_will_write_is_not_asked_where_its_settings_cannot_be_read(tm
         ({"num_labels": 1}, ["LABEL_0"]),
         ({"id2label": {"1": "b", "0": "a"}}, ["a", "b"]),
         ({"id2label": ["a", "b"]}, ["a", "b"]),
+        ({"id2label": {"10": "b", "2": "a", "good": "c"}}, ["a", "b", "c"]),
     ],
 )
 def test_names_of_scalars(fields, labels):
