@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards import code_tests as code_tests_module
 from grpo_megatron.rewards import sandbox
 from grpo_megatron.rewards.functions import code_tests
 from grpo_megatron.rewards.registry import bind
@@ -205,6 +206,60 @@ def test_a_program_that_does_not_end_is_not_a_slow_start(monkeypatch):
     hangs = "if input() == '1':\n    while True: pass\nprint(1)"
     tests = pairs(*[(str(number), "1") for number in range(40)])
     assert code_tests(block(hangs), tests, timeout_s=3.0) == 0
+
+
+class Runs:
+    """Programs that pass and take seconds as said, by a clock of their own; `starts_s`: what idle
+    ones take."""
+
+    def __init__(self, seconds, starts_s):
+        self.now_s = 0.0
+        self.seconds = iter(seconds)
+        self.starts_s = iter(starts_s)
+
+    def monotonic(self):
+        return self.now_s
+
+    async def run(self, program, prelude, given, limits):
+        takes_s = next(self.seconds if program else self.starts_s)
+        self.now_s += min(takes_s, limits.wall_s)
+        if takes_s > limits.wall_s:
+            return sandbox.ProgramOutcome("timed_out")
+        return sandbox.ProgramOutcome("exited", 0, bytearray(b"1"))
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("seconds", "starts_s"),
+    [
+        ([0.1] * 100, [0.1]),
+        ([2.0], [0.6]),
+        ([0.1] * 9 + [0.3], [0.1]),  # the last had more than the mean
+        ([0.1, 0.25] * 3 + [0.4], [0.02, 0.03, 0.1]),  # idle ones are lucky at first
+    ],
+)
+def test_uneven_starts_are_slow_starts(monkeypatch, seconds, starts_s):
+    runs = Runs(seconds, starts_s)
+    monkeypatch.setattr(code_tests_module, "time", runs)
+    monkeypatch.setattr(code_tests_module, "_run", runs.run)
+    with pytest.raises(RewardError, match="too short to start"):
+        code_tests(block("print(1)"), pairs(*[("1", "1")] * 100), timeout_s=1.0)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("seconds", "starts_s"),
+    [
+        ([2.0], [0.1] * 3),
+        ([0.1, 2.0], []),  # it had nine times what the first had
+        ([0.3] * 4, [0.01] * 3),  # the programs are slow, not their starts
+    ],
+)
+def test_programs_that_are_slow_themselves_fail(monkeypatch, seconds, starts_s):
+    runs = Runs(seconds, starts_s)
+    monkeypatch.setattr(code_tests_module, "time", runs)
+    monkeypatch.setattr(code_tests_module, "_run", runs.run)
+    assert code_tests(block("print(1)"), pairs(*[("1", "1")] * 100), timeout_s=1.0) == 0
 
 
 PRELUDE = "from typing import *\nimport math\nlimit = 3"
