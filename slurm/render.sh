@@ -75,6 +75,7 @@ own_options=(
     "-t --time TIME_LIMIT"
     "- --signal NOTICE_S"
     "-o --output runs_dir of the recipe: logs are in the run's directory"
+    "-D --chdir the directory in which you submit"
     "- --open-mode nothing: every attempt appends to one log"
     "- --no-requeue MAX_RESTARTS=0"
     "-a --array several recipes: a run is one job"
@@ -138,7 +139,9 @@ component() {
 if [[ $run == *\\* ]]; then refuse "Slurm writes no log below a path with a backslash: $run"; fi
 echo '#!/usr/bin/env bash'
 sed -n '2,/^#$/{/^#$/!p}' "${BASH_SOURCE[0]%/*}/train.sbatch"
-directives --requeue --open-mode=append --signal="B:USR1@$notice" \
+# The directory of a run's modules and relative paths is where it was submitted first, also when it
+# is resumed from elsewhere.
+directives --requeue --open-mode=append --signal="B:USR1@$notice" --chdir="$PWD" \
     --output="${run//%/%%}/logs/slurm-%j.out"
 # Nodes without a partition of their own are the last ones of the part before them.
 first=$trainer_nodes second=0 third=0
@@ -165,9 +168,14 @@ if [[ ! ${TIME_LIMIT:-} ]]; then echo '# The site has no TIME_LIMIT: 60 minutes.
 # What the site's file sets or takes from the environment has the values that it has now; secrets
 # stay there, from where sbatch passes them on.
 printf '\n# --- the site: %s\n' "$site"
-names='s/^(export )?([A-Z][A-Z0-9_]*)=.*/\2/p; s/.*\$\{([A-Z][A-Z0-9_]*):[-?].*/\1/p'
-sed -nE "$names" "$site" | sort -u | while read -r setting; do
-    if [[ $setting == *@(KEY|TOKEN|SECRET|PASSWORD)* ]]; then continue; fi
+# names: NAME of `NAME=…`, and every NAME of `${NAME:-…}` and the like, one may be set by the other
+names() {
+    sed -nE 's/^(export )?([A-Z][A-Z0-9_]*)=.*/\2/p' "$site"
+    sed 's/\${/\n&/g' "$site" | sed -nE 's/^\$\{([A-Z][A-Z0-9_]*):?[-?].*/\1/p'
+}
+names | sort -u | while read -r setting; do
+    # those of Slurm are the job's own
+    if [[ $setting == *@(KEY|TOKEN|SECRET|PASSWORD)* || $setting == SLURM_* ]]; then continue; fi
     if [[ ${!setting+set} ]]; then printf '%s=%q\n' "$setting" "${!setting}"; fi
 done
 cat "$site"

@@ -49,6 +49,8 @@ class ChildProcess:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     piped: bool = False  # standard output and input are pipes to the supervisor
+    not_inherited: Sequence[str] = ()
+    """Variables of the supervisor that it does not get."""
     process: subprocess.Popen[bytes] | None = None
     pidfd: int = -1
 
@@ -63,13 +65,16 @@ class ChildProcess:
                 stdin = subprocess.PIPE
                 stdout = subprocess.PIPE
                 at_death = signal.SIGTERM
+            inherited = {**os.environ}
+            for variable in self.not_inherited:
+                inherited.pop(variable, None)
             self.process = subprocess.Popen(
                 self.argv,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **self.env},
+                env={**inherited, **self.env},
                 preexec_fn=partial(die_with_parent, os.getpid(), at_death),
             )
         self.pidfd = os.pidfd_open(self.process.pid)

@@ -27,6 +27,8 @@ _KEEP_FREED_MEMORY = {
 # PYTHONWARNINGS: hundreds of lines about absent CUDA packages would hide a rank's last words
 QUIET = {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Which rank a process is, of launchers like torchrun; before Slurm's own."""
 
 
 class LocalProcesses:

@@ -3,11 +3,12 @@
 What a job needs lies in the run directory: `slurm/train.sbatch` as submitted, with the site's
 settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe."""
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,21 @@ _ENDED_STATES = (
     "TIMEOUT",
 )
 """Of all others, such as REQUEUE_HOLD or SPECIAL_EXIT, a job may yet run."""
+_NOT_OF_A_RUN = ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_WAIT_ALL_NODES")
+"""Variables of sbatch that ask for what a run's job never is: an array, or one that its submission
+waits for."""
+_SAID_BY_SCRIPTS = {
+    "SBATCH_ACCOUNT": "--account",
+    "SBATCH_GPUS_PER_NODE": "--gpus-per-node",
+    "SBATCH_JOB_NAME": "--job-name",
+    "SBATCH_NO_REQUEUE": "--requeue",
+    "SBATCH_OPEN_MODE": "--open-mode",
+    "SBATCH_OUTPUT": "--output",
+    "SBATCH_PARTITION": "--partition",
+    "SBATCH_SIGNAL": "--signal",
+    "SBATCH_TIMELIMIT": "--time",
+}
+"""Variables of sbatch, which it takes before the option in a script."""
 _STATES_WITH_A_SCRIPT = ("RUNNING", "SIGNALING", "RESIZING")
 """In them the job's script runs, and can be told to make a checkpoint."""
 
@@ -214,7 +230,14 @@ def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
     if after:
         flags += [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
     try:
-        job = slurm("sbatch", *flags, script).partition(";")[0]
+        said = slurm("sbatch", *flags, script, environment=_sbatch_environment(script))
+        job = said.partition(";")[0]
+        if not job:
+            raise SetupError(
+                "sbatch named no job",
+                where=script,
+                remedy="nothing was queued; take --test-only and the like out of SBATCH_FLAGS",
+            )
     except SetupError as error:
         if error.where == "PATH":
             raise
@@ -225,6 +248,16 @@ def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
         raise ConfigError(error.message, where=error.where, remedy=remedy) from None
     write_atomically(run_dir.slurm / "job", job + "\n")
     return job
+
+
+def _sbatch_environment(script: str) -> dict[str, str]:
+    """The variables of this process without those that would override what a script says."""
+    text = Path(script).read_text(encoding="utf-8")
+    overriding = list(_NOT_OF_A_RUN)
+    for variable, option in _SAID_BY_SCRIPTS.items():
+        if re.search(rf"^#SBATCH {option}\b", text, re.MULTILINE):
+            overriding.append(variable)
+    return {name: value for name, value in os.environ.items() if name not in overriding}
 
 
 def job_of(run_dir: RunDir) -> str | None:
@@ -322,10 +355,12 @@ def cancel(path: Path, *, now: bool) -> str:
     return job
 
 
-def slurm(*command: str) -> str:
-    """Return the output of a Slurm command; SetupError with its message."""
+def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return the output of a Slurm command; SetupError with its message.
+
+    environment: its variables; None: those of this process."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except FileNotFoundError:
         raise SetupError(
             f"{command[0]} is not here",

@@ -32,6 +32,7 @@ from grpo_megatron.launch.roles import (
     ENVIRONMENT_SERVER,
     ONE_THREAD,
     QUIET,
+    RANK_VARIABLES,
     REPLICA,
     REWARD_HOST,
     TRAINER,
@@ -104,15 +105,20 @@ class SlurmSteps:
         self.check()
 
     def check(self) -> None:
-        """Have every node read a file that this one writes into the run directory.
+        """Have every node read a file that this one writes into the run directory, with as many
+        tasks as the run's widest step has on a node.
 
-        Raises SetupError with the nodes that see none, or another directory."""
+        Raises SetupError with the nodes that see none, or another directory, and where Slurm makes
+        no such step."""
         shared_file = self.run_dir.endpoints / _SHARED_FILE_PROBE
         shared_file.touch()
         for nodes in self.components:
+            tasks_per_node = 1
+            if self.nodes[0] in nodes:  # the trainer's
+                tasks_per_node = self._ranks_per_node
             done = subprocess.run(
                 [
-                    *self._srun(nodes, 1, f"--job-name={_SHARED_FILE_PROBE}"),
+                    *self._srun(nodes, tasks_per_node, f"--job-name={_SHARED_FILE_PROBE}"),
                     "cat",
                     str(shared_file),
                 ],
@@ -128,7 +134,9 @@ class SlurmSteps:
                 raise SetupError(
                     f"srun starts no step: {done.stderr.strip()[-500:]}",
                     where=" ".join(done.args),
-                    remedy="look at the flags of job and site",
+                    remedy="look at the flags of job and site; a node that is not the job's own "
+                    f"(--exclusive) must give it {tasks_per_node} tasks "
+                    f"(--ntasks-per-node={tasks_per_node} in SBATCH_FLAGS)",
                 )
             raise SetupError(
                 f"{', '.join(blind) or 'a node'} cannot read what another wrote: {said[0]}",
@@ -139,19 +147,21 @@ class SlurmSteps:
 
     def trainers(self) -> list[ChildProcess]:
         """Return one step for all ranks."""
-        layout = self.config.trainer
-        nodes = self.nodes[: self.placement.trainer_nodes]
-        per_node = layout.num_ranks // len(nodes)
+        per_node = self._ranks_per_node
         return [
             self._step(
                 "trainer",
                 TRAINER,
-                nodes=nodes,
+                nodes=self.nodes[: self.placement.trainer_nodes],
                 tasks_per_node=per_node,
                 log="trainer-%t.log",
-                env=thread_limit(per_node, layout.num_threads),
+                env=thread_limit(per_node, self.config.trainer.num_threads),
             )
         ]
+
+    @property
+    def _ranks_per_node(self) -> int:
+        return self.config.trainer.num_ranks // self.placement.trainer_nodes
 
     def replicas(self) -> list[ChildProcess]:
         """Return a step for each server, so that one can die alone; wide ones take several
@@ -351,7 +361,15 @@ class SlurmSteps:
             *arguments,
         ]
         env = QUIET | {NODES_VARIABLE: " ".join(self.nodes)} | (env or {})
-        return SlurmStep(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
+        return SlurmStep(
+            name,
+            argv,
+            logs / f"srun-{name}.log",
+            env,
+            piped,
+            not_inherited=RANK_VARIABLES,  # of a shell or a job around: Slurm tells the tasks
+            task_log=log,
+        )
 
     def _component_of(self, node: str) -> int:
         for number, nodes in enumerate(self.components):
@@ -366,6 +384,7 @@ class SlurmSteps:
             f"--nodelist={','.join(nodes)}",
             f"--ntasks={len(nodes) * tasks_per_node}",
             f"--ntasks-per-node={tasks_per_node}",
+            "--distribution=block",  # also where the job has another: ranks are neighbours
             "--overlap",
             "--cpu-bind=none",
             "--export=ALL",

@@ -17,7 +17,7 @@ import msgspec
 from grpo_megatron import pretended_cuda
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
-from grpo_megatron.launch.roles import QUIET, rank_variables, thread_limit
+from grpo_megatron.launch.roles import QUIET, RANK_VARIABLES, rank_variables, thread_limit
 from grpo_megatron.network import NODES_VARIABLE
 from grpo_megatron.prove.requests import CarryWeights, Request, encode_requests
 from grpo_megatron.prove.runner import last_lines
@@ -207,7 +207,15 @@ def on_nodes(
     }
 
     def launch(folder: Path) -> list[ChildProcess]:
-        return [ChildProcess("ranks", [*command, str(folder)], folder / "ranks.log", variables)]
+        return [
+            ChildProcess(
+                "ranks",
+                [*command, str(folder)],
+                folder / "ranks.log",
+                variables,
+                not_inherited=RANK_VARIABLES,
+            )
+        ]
 
     return launch
 

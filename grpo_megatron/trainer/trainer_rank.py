@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from grpo_megatron import progress
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.loader import read_resolved
-from grpo_megatron.errors import GrpoMegatronError, TransferError, as_own_error
+from grpo_megatron.errors import GrpoMegatronError, SetupError, TransferError, as_own_error
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
@@ -134,6 +134,19 @@ def _subject(request: AnyRequest) -> str:
     return ""
 
 
+def _refuse_other_worlds(info: "RankInfo", num_ranks: int) -> None:
+    """SetupError where this process is one of another number of ranks than the recipe has."""
+    if info.world_size == num_ranks and 0 <= info.rank < num_ranks:
+        return
+    raise SetupError(
+        f"this process is rank {info.rank} of {info.world_size}, and the trainer of the recipe has "
+        f"{num_ranks} ranks",
+        where="RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS",
+        remedy="let `grpo-megatron train` or `submit` start the ranks; unset these variables in "
+        "the job's environment",
+    )
+
+
 def main(run_path: str, attempt: str = "") -> None:
     """Run one trainer rank of the run in `run_path` until the controller stops it."""
     run_dir = RunDir(Path(run_path), attempt)
@@ -146,6 +159,7 @@ def main(run_path: str, attempt: str = "") -> None:
     from grpo_megatron.weights.gather import all_gathered
 
     info = RankInfo.from_environment()
+    _refuse_other_worlds(info, config.trainer.num_ranks)
     name = f"trainer-{info.rank}"
     progress.start_progress(run_dir.role_progress(name), name)
     timeout_s = config.trainer.command_timeout_s

@@ -24,6 +24,8 @@ WITHOUT_ANSWERS = ("preferences", "reward_model")
 @pytest.mark.parametrize("model", ["/runs/expert", "/runs/expert/export"])
 def test_the_script_evaluates_what_the_user_says(tmp_path, model):
     """train.sbatch is another one here, as is Slurm."""
+    tmp_path = tmp_path / "a folder"
+    tmp_path.mkdir()
     script = tmp_path / SCRIPT.name
     script.write_text(SCRIPT.read_text())
     (tmp_path / "train.sbatch").write_text('printf "%s\\n" "$@"\n')

@@ -17,6 +17,7 @@ from grpo_megatron import assets
 from grpo_megatron.cli.main import main
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.errors import SetupError, TrainerError
+from grpo_megatron.launch.roles import RANK_VARIABLES
 from grpo_megatron.launch.slurm import cancel, is_active
 from grpo_megatron.launch.steps import SlurmStep, SlurmSteps
 from grpo_megatron.plan.resolve import resolve
@@ -778,6 +779,77 @@ def test_settings_of_a_job_that_slurm_refuses_are_not_kept(job_state, capsys):
     assert Path("runs/demo/config.json").read_bytes() == before
 
 
+def test_variables_of_sbatch_do_not_override_the_script(job_state, monkeypatch):
+    seen = job_state.parent / "seen"
+    (job_state.parent / "sbatch").write_text(f"#!/bin/sh\nenv > {seen}; echo 7\n")
+    overriding = ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_TIMELIMIT", "SBATCH_NO_REQUEUE")
+    for variable in (*overriding, "SBATCH_RESERVATION"):
+        monkeypatch.setenv(variable, "1")
+    assert submit() == 0
+    names = {line.partition("=")[0] for line in seen.read_text().splitlines()}
+    assert not names & set(overriding)
+    assert "SBATCH_RESERVATION" in names  # the script says nothing of it
+
+
+def test_a_job_without_an_id_is_none(job_state, capsys):
+    (job_state.parent / "sbatch").write_text("#!/bin/sh\necho would start >&2\n")
+    assert submit() == 2
+    assert "sbatch named no job" in capsys.readouterr().err
+    assert not Path("runs/demo").exists()
+
+
+def test_a_resumed_job_runs_where_it_was_submitted(job_state, tmp_path, monkeypatch):
+    assert submit() == 0
+    job_state.write_text("FAILED")
+    monkeypatch.chdir("/")
+    assert main(["resume", str(tmp_path / "runs" / "demo")]) == 0
+    script = (tmp_path / "runs" / "demo" / "slurm" / "train.sbatch").read_text()
+    assert f"#SBATCH --chdir={tmp_path}\n" in script
+
+
+def test_steps_tell_their_ranks_themselves(tmp_path, monkeypatch):
+    """Not by variables of the shell that submitted the job, which may be a rank of something."""
+    for variable in RANK_VARIABLES:
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr("grpo_megatron.launch.steps._components", lambda: [["n0"]])
+    monkeypatch.setattr(SlurmSteps, "check", lambda self: None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "srun").write_text("#!/bin/sh\nenv\n")
+    (tmp_path / "srun").chmod(0o755)
+    run_dir = RunDir(tmp_path, "1")
+    run_dir.create()
+    [step] = SlurmSteps(recipe(placement={"trainer_nodes": 1}), run_dir).trainers()
+    step.start()
+    step.started.wait()
+    names = {line.partition("=")[0] for line in step.log.read_text().splitlines()}
+    assert "OMP_NUM_THREADS" in names and not names & set(RANK_VARIABLES)
+    assert "--distribution=block" in step.argv
+
+
+def test_what_a_setting_is_made_of_is_kept_too(given, tmp_path, monkeypatch, capsys):
+    """Also where a line both sets a name and reads another; but not what is a job's own."""
+    site = tmp_path / "own.env"
+    site.write_text(
+        "PARTITION=gpu\nactivate() { :; }\n"
+        "PLACE=${MY_PLACE:-/default}/${MY_NAME:-any}\nTMP_OF_JOB=${SLURM_TMPDIR:-/tmp}\n"
+    )
+    monkeypatch.setenv("MY_PLACE", "/mine")
+    monkeypatch.setenv("MY_NAME", "one")
+    monkeypatch.setenv("SLURM_TMPDIR", "/of/this/shell")
+    assert main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.partition("# --- the site")[2].splitlines()[1:]
+    of_site = lines[: lines.index("TMP_OF_JOB=${SLURM_TMPDIR:-/tmp}") + 1]
+    shown = 'echo "$PLACE $TMP_OF_JOB"'
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*of_site, shown])],
+        env={"SLURM_TMPDIR": "/of/the/job"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "/mine/one /of/the/job\n"
+
+
 def test_a_waiting_job_has_no_logs_yet(job_state, capfd):
     assert submit() == 0
     assert main(["logs", "runs/demo"]) == 0
@@ -886,7 +958,9 @@ def test_not_every_failure_is_the_file_systems(tmp_path, monkeypatch, says, word
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(SlurmSteps, "__init__", lambda self: None)
     monkeypatch.setattr(SlurmSteps, "_srun", lambda self, *_: ["srun"])
+    monkeypatch.setattr(SlurmSteps, "_ranks_per_node", 2)
     steps = SlurmSteps()
+    steps.nodes = ["node1", "node2"]
     steps.components = [["node1", "node2"]]
     steps.run_dir = RunDir(tmp_path, "1")
     steps.run_dir.endpoints.mkdir(parents=True)
