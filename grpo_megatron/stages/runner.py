@@ -11,8 +11,9 @@ from grpo_megatron.errors import (
     ConfigError,
     GateError,
     GrpoMegatronError,
+    SetupError,
 )
-from grpo_megatron.files import remove_directory, write_atomically
+from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
 from grpo_megatron.launch.bindings import SKIP_REMEDY, refuse_unbound_code, refuse_unfit_data
 from grpo_megatron.launch.run_lock import run_lock
@@ -21,6 +22,7 @@ from grpo_megatron.plan.resolve import refuse_cpu_engine
 from grpo_megatron.stages.graph import Graph
 from grpo_megatron.stages.interrupts import InterruptForwarder
 from grpo_megatron.stages.records import Records, State
+from grpo_megatron.stages.replaced import ReplacedStages
 
 
 def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = None) -> int:
@@ -117,12 +119,14 @@ def submit_graph(
     graph: Graph, site: str, say: Callable[[str], object], *, check_rewards: bool = False
 ) -> dict[str, str]:
     """Submit a job for each stage that is not done, after its parents' jobs; returns job ids by
-    stage. Jobs of stages that build on a failed one are cancelled by Slurm.
+    stage. Jobs of stages that build on a failed one are cancelled by Slurm. Where it refuses a job,
+    those before it are cancelled, and every stage has what it had.
 
     Errors as by `slurm.submit`; before any job, what a stage's controller or trainer would raise of
     its problems and, where `check_rewards`, of its functions and keys."""
     records = Records(graph)
     jobs: dict[str, str] = {}
+    replaced = ReplacedStages(records)
     stopped: set[str] = set()
     """Stages with a closed gate, and what builds on them."""
     slurm.render_job(
@@ -147,16 +151,35 @@ def submit_graph(
                 continue
             after = [jobs[parent] for parent in parents if parent in jobs]
             try:
-                jobs[name] = _submit(graph, records, name, site, after)
-            except GrpoMegatronError:
-                for job in jobs.values():
-                    slurm.slurm("scancel", job)
+                jobs[name] = _submit(graph, replaced, name, site, after)
+            except GrpoMegatronError as error:
+                replaced.put_back(name)
+                _take_back(jobs, replaced, error)
                 raise
             told = f"{name}: job {jobs[name]}"
             if after:
                 told += f" after {', '.join(after)}"
             say(told)
+        replaced.remove()
     return jobs
+
+
+def _take_back(jobs: dict[str, str], replaced: ReplacedStages, error: GrpoMegatronError) -> None:
+    """Cancel the jobs that were queued before `error`, and put back what their stages had; the
+    error says of which that is not possible."""
+    for name, job in jobs.items():
+        try:
+            slurm.slurm("scancel", job)
+            writes_on = slurm.is_active(job)
+        except SetupError:  # Slurm does not answer: the job may begin
+            writes_on = True
+        if not writes_on:
+            replaced.put_back(name)
+            continue
+        told = f"job {job} of stage {name} has not ended; cancel it"
+        if replaced.place(name).exists():
+            told += f", then move {replaced.place(name)}, which is what the stage had, back"
+        error.remedy = "; ".join(filter(None, (error.remedy, told)))
 
 
 def _refuse_cpu_engine(graph: Graph, records: Records, names: Sequence[str]) -> None:
@@ -194,14 +217,12 @@ def _refuse_what_stages_lack(graph: Graph, records: Records, *, check_rewards: b
             raise
 
 
-def _submit(graph: Graph, records: Records, name: str, site: str, after: list[str]) -> str:
+def _submit(graph: Graph, replaced: ReplacedStages, name: str, site: str, after: list[str]) -> str:
     run_dir = graph.run_dir(name)
     stage = graph.table.stages[name]
     slurm.refuse_active(run_dir)
-    goes_on = records.is_unchanged(name) and run_dir.config.exists()
-    if not goes_on:
-        remove_directory(run_dir.root)
-    records.begin(name)
+    goes_on = Records(graph).is_unchanged(name) and run_dir.config.exists()
+    replaced.begin(name, goes_on=goes_on)
     if goes_on:
         script = slurm.render(graph.resolve(name), site)
     elif stage.recipe is not None:

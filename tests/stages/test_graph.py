@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -694,6 +695,82 @@ def test_submitting_stops_at_a_wrong_site_before_it_removes_anything(graph_file)
     assert graph.run_dir("base").result.exists()
 
 
+@pytest.fixture
+def slurm_tools(tmp_path, monkeypatch) -> Path:
+    """A folder with stand-ins of Slurm's commands: `sbatch` refuses the job of number `refused`,
+    `scontrol` says the state that is in `state`."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    scripts = {
+        "sbatch": f"""
+n=$(($(cat {folder}/number 2>/dev/null) + 1)); echo $n > {folder}/number
+if [ $n = "$(cat {folder}/refused)" ]; then echo 'sbatch: error: invalid account' >&2; exit 1; fi
+echo $n
+""",
+        "scontrol": f"echo JobId=1 JobState=$(cat {folder}/state)\n",
+        "scancel": f"echo $1 >> {folder}/cancelled; echo CANCELLED > {folder}/state\n",
+    }
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}")
+        (folder / name).chmod(0o755)
+    (folder / "state").write_text("COMPLETED")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    for name in ("VENV", "PARTITION"):
+        monkeypatch.setenv(name, "x")
+    return folder
+
+
+def a_changed_graph(graph_file, names):
+    """A graph whose stages are done, and whose first one has another recipe since."""
+    graph = load_graph(graph_file)
+    for name in names:
+        finish(graph, name, plus=0.7, minus=0.5)
+        graph.run_dir(name).checkpoints.mkdir()
+    recipe = 'recipe = "stages/tiny-base"'
+    changed(graph_file, recipe, f'{recipe}\nsettings = ["seed=4"]')
+    return load_graph(graph_file)
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+def test_a_job_that_slurm_refuses_costs_no_stage_what_it_had(graph_file, slurm_tools, refused):
+    names = ("base", "one", "two")
+    graph = a_changed_graph(graph_file, names)
+    (slurm_tools / "refused").write_text(str(refused))
+    before = states(graph)
+    with pytest.raises(ConfigError, match="invalid account"):
+        submit_graph(graph, "bare", print)
+    assert states(load_graph(graph_file)) == before
+    for name in names:
+        run_dir = graph.run_dir(name)
+        assert run_dir.result.exists() and run_dir.export.exists() and run_dir.checkpoints.exists()
+        assert not run_dir.slurm.exists()
+    changed(graph_file, 'settings = ["seed=4"]', "")
+    assert states(load_graph(graph_file))["base"] == "done"
+    assert list((graph.root / "records").glob(".before-*")) == []
+    if refused > 1:
+        cancelled = (slurm_tools / "cancelled").read_text().split()
+        assert cancelled == [str(job) for job in range(1, refused)]
+
+
+def test_what_jobs_replace_goes_when_all_of_them_are_queued(graph_file, slurm_tools):
+    graph = a_changed_graph(graph_file, ("base",))
+    (slurm_tools / "refused").write_text("never")
+    assert len(submit_graph(graph, "bare", print)) == 5
+    assert not graph.run_dir("base").export.exists()
+    assert list((graph.root / "records").glob(".before-*")) == []
+
+
+def test_what_a_job_that_has_not_ended_replaced_is_kept_and_named(graph_file, slurm_tools):
+    graph = a_changed_graph(graph_file, ("base",))
+    (slurm_tools / "refused").write_text("2")
+    (slurm_tools / "scancel").write_text("#!/bin/sh\necho COMPLETING > $(dirname $0)/state\n")
+    with pytest.raises(ConfigError) as caught:
+        submit_graph(graph, "bare", print)
+    kept = graph.root / "records" / ".before-base"
+    assert "job 1 of stage base has not ended" in caught.value.remedy
+    assert str(kept) in caught.value.remedy and (kept / "result.json").exists()
+
+
 def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch):
     graph = load_graph(graph_file)
     for name in ("base", "one"):
@@ -702,7 +779,7 @@ def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch)
     for name in ("VENV", "PARTITION"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setattr(
-        runner, "_submit", lambda graph, records, name, site, after: submitted.append(name) or "7"
+        runner, "_submit", lambda graph, replaced, name, site, after: submitted.append(name) or "7"
     )
     said = []
     assert submit_graph(graph, "bare", said.append) == {"two": "7"}

@@ -1,0 +1,71 @@
+"""What stages had before they were submitted anew, which a refusal of Slurm must not cost."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_megatron.files import remove_directory, write_atomically
+from grpo_megatron.stages.records import Records
+
+
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """A stage as it was; None: it had none."""
+
+    record: str | None
+    result: str | None
+    goes_on: bool
+
+
+class ReplacedStages:
+    """Keeps directory, record and result of every stage that begins, until all jobs of a graph are
+    queued."""
+
+    def __init__(self, records: Records):
+        self._records = records
+        self._earlier: dict[str, _Earlier] = {}
+
+    def place(self, name: str) -> Path:
+        """Return where the directory that a stage had is kept; no stage has this name."""
+        return self._records.directory.root / f".before-{name}"
+
+    def begin(self, name: str, *, goes_on: bool) -> None:
+        """Begin a stage with an empty place for its directory, unless it goes on with what it
+        has."""
+        run_dir = self._records.graph.run_dir(name)
+        record = self._records.directory.root / name
+        self._earlier[name] = _Earlier(_text(record), _text(run_dir.result), goes_on)
+        if not goes_on:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            remove_directory(self.place(name))  # of a command that was killed
+            if run_dir.root.exists():
+                run_dir.root.rename(self.place(name))
+        self._records.begin(name)
+
+    def put_back(self, name: str) -> None:
+        """Make a stage what it was before it began. Nothing where it did not begin."""
+        earlier = self._earlier.pop(name, None)
+        if earlier is None:
+            return
+        run_dir = self._records.graph.run_dir(name)
+        if not earlier.goes_on:
+            remove_directory(run_dir.root)
+            if self.place(name).exists():
+                self.place(name).rename(run_dir.root)
+        elif earlier.result is not None:
+            write_atomically(run_dir.result, earlier.result)
+        record = self._records.directory.root / name
+        if earlier.record is None:
+            record.unlink(missing_ok=True)
+        else:
+            write_atomically(record, earlier.record)
+
+    def remove(self) -> None:
+        """Remove what is kept: every job is queued."""
+        for name in self._earlier:
+            remove_directory(self.place(name))
+
+
+def _text(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    return file.read_text(encoding="utf-8", errors="replace")
