@@ -154,8 +154,12 @@ class RunDir:
             return False
         return isinstance(values, dict) and values.keys() >= {"config", "provenance"}
 
-    def refuse_existing(self, *, overwrite: bool = False) -> None:
-        """ConfigError where a run is, unless it is to be replaced, or what no run has written."""
+    def refuse_existing(
+        self, *, overwrite: bool = False, replace_by: str = "replace it: --overwrite"
+    ) -> None:
+        """ConfigError where a run is, unless it is to be replaced, or what no run has written.
+
+        replace_by: what a user may do to have another run in its place."""
         if self.has_run:
             if overwrite:
                 return
@@ -163,7 +167,7 @@ class RunDir:
                 f"run {self.root.name!r} exists",
                 where=str(self.root),
                 remedy=f"continue it with `{self.command('resume')}`, choose "
-                "another name=…, or replace it: --overwrite",
+                f"another name=…, or {replace_by}",
             )
         if not self.root.is_dir():
             return

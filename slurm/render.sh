@@ -30,6 +30,7 @@ seconds() {
 }
 
 # The patterns come first: arithmetic of what is no number fails without an end of this script.
+early_s=60  # Slurm looks for notices that are due once a minute
 limit=${TIME_LIMIT:-60} notice=${NOTICE_S:-600} restarts=${MAX_RESTARTS:-20}
 digits='[0-9]{1,6}'
 timed="^$digits(-$digits)?(:$digits){0,2}$"
@@ -43,8 +44,11 @@ fi
 if [[ $limit =~ $timed ]]; then
     limit_s=$(seconds "$limit")
     # of 0 seconds: Slurm takes it as no limit
-    if ((limit_s > 0 && limit_s <= notice)); then
-        refuse "NOTICE_S=$notice seconds are the whole TIME_LIMIT=$limit: a job would only be requeued"
+    if ((limit_s > 0 && limit_s <= notice + early_s)); then
+        said="NOTICE_S=$notice seconds, and the $early_s by which Slurm may be early, are the whole"
+        said+=" TIME_LIMIT=$limit: a job would only be requeued"
+        if ((limit_s > early_s + 1)); then said+="; NOTICE_S may be $((limit_s - early_s - 1))"; fi
+        refuse "$said"
     fi
 elif [[ ! $limit =~ $endless ]]; then
     refuse "TIME_LIMIT=$limit is no time of sbatch: minutes, M:S, H:M:S, D-H[:M[:S]] or UNLIMITED"
@@ -179,7 +183,8 @@ names | sort -u | while read -r setting; do
     if [[ ${!setting+set} ]]; then printf '%s=%q\n' "$setting" "${!setting}"; fi
 done
 cat "$site"
-printf '\nset --'
+printf '\nslurm_notice_s=%s  # that of --signal above\n' "$notice"
+printf 'set --'
 printf ' %q' "${arguments[@]}"
 echo
 sed -n '/^# --- the job$/,$p' "${BASH_SOURCE[0]%/*}/train.sbatch"

@@ -117,9 +117,9 @@ def submit(
         bool, flag("dry-run", "Print the batch script; write and submit nothing.")
     ] = False,
     after: Annotated[
-        str,
+        str | None,
         flag("after", ("Id of a job that must have succeeded first; else this one is cancelled.")),
-    ] = "",
+    ] = None,
     skip_reward_check: SkipRewardCheck = False,
 ) -> None:
     """Submit a recipe as a Slurm job. Prints the job's id."""
@@ -127,17 +127,25 @@ def submit(
     from grpo_megatron.launch import slurm
     from grpo_megatron.plan.resolve import refuse_missing, resolve
 
+    if after is not None and not after.isdecimal():
+        raise ConfigError(
+            f"{after!r} is no id of a job",
+            where="--after",
+            remedy="a number, as submit prints it; it is empty where that submit failed",
+        )
     resolved = resolve(recipe, overrides or [])
     print_advice(resolved.config)
     if dry_run:
         typer.echo(slurm.render(resolved, site))
         return
-    refuse_missing(resolved.config, coming=bool(after))
-    if not after:  # else that job may be the one to compare with
+    if after is not None:
+        slurm.refuse_unfit_parent(after)
+    refuse_missing(resolved.config, coming=after is not None)
+    if after is None:  # else that job may be the one to compare with
         refuse_absent_runs(resolved.config.gates)
     refuse_unbound(resolved.config, skip_reward_check=skip_reward_check)
     after_jobs = []
-    if after:
+    if after is not None:
         after_jobs.append(after)
     typer.echo(slurm.submit(resolved, site, after_jobs))
     typer.echo(f"submitted; {RunDir(resolved.run_path).command('logs', '-f')}", err=True)
@@ -187,22 +195,26 @@ def status(
 ) -> None:
     """How far runs are, and how their jobs are; of runs that are named, what each role does.
 
-    The exit code is that of a named run's damaged configuration."""
+    The exit code is that of a named run's damaged configuration, and 3 where Slurm does not
+    answer."""
     from grpo_megatron.launch.role_status import role_lines
-    from grpo_megatron.launch.slurm import status_line
+    from grpo_megatron.launch.slurm import JobStates, is_left_by_job, status_line
 
     code = 0
+    states = JobStates()
     for path in runs or map(Path, runs_beside(Path("runs/any"))):
         check_run(path)
         try:
-            typer.echo(status_line(path))
+            typer.echo(status_line(path, states))
         except ConfigError as error:  # of one run, in its line
             typer.echo(f"{path}  {error.message}")
             if runs:
                 code = error.exit_code
-        if runs:
+        if runs and not is_left_by_job(RunDir(path), states):
             for line in role_lines(RunDir(path)):
                 typer.echo(line)
+    if states.error is not None:
+        raise states.error
     raise typer.Exit(code)
 
 
@@ -235,10 +247,7 @@ def cancel(run: Run, now: Annotated[bool, flag("now", "Without a checkpoint.")] 
     from grpo_megatron.launch import slurm
 
     check_run(run)
-    told = f"job {slurm.cancel(run, now=now)} ends"
-    if not now:
-        told += " after its step"
-    typer.echo(told)
+    typer.echo(slurm.cancel(run, now=now))
 
 
 def replay(target: RecordedStep, overrides: Overrides = None) -> None:

@@ -62,19 +62,20 @@ def submit(graph: Graph, site: Site, skip_reward_check: SkipRewardCheck = False)
 @app.command()
 def status(graph: Graph) -> None:
     """Stages in order: state, accuracy, gates; then how they build on each other."""
-    from grpo_megatron.launch.slurm import job_of, state_of
+    from grpo_megatron.launch.slurm import JobStates, job_of
     from grpo_megatron.stages.graph import load_graph
     from grpo_megatron.stages.records import Records
 
     loaded = load_graph(graph)
     records = Records(loaded)
+    states = JobStates()
     rows = []
     for name in loaded.order:
         result = records.result(name)
         notes = records.closed_gates(name)
         job = job_of(loaded.run_dir(name))
         if job and not result:
-            notes.append(f"job {job} {state_of(job).get('JobState', 'unknown to Slurm')}")
+            notes.append(f"job {job} {states.words(job)}")
         accuracy = ""
         if "accuracy" in result.get("eval", {}).get("all", {}):
             accuracy = f"{result['eval']['all']['accuracy']:.3f}"
@@ -95,3 +96,5 @@ def status(graph: Graph) -> None:
             else:
                 shown.append(name)
         typer.echo("   ".join(shown))
+    if states.error is not None:
+        raise states.error

@@ -68,6 +68,8 @@ _SAID_BY_SCRIPTS = {
 """Variables of sbatch, which it takes before the option in a script."""
 _STATES_WITH_A_SCRIPT = ("RUNNING", "SIGNALING", "RESIZING")
 """In them the job's script runs, and can be told to make a checkpoint."""
+_HELD_STATES = ("SUSPENDED", "STOPPED")
+"""In them the job's script cannot run, and will when the job is let go on."""
 
 
 class JobSizes(NamedTuple):
@@ -158,7 +160,9 @@ def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> st
     run_dir = RunDir(resolved.run_path)
     refuse_active(run_dir)
     if not run_dir.slurm.exists() or (run_dir.logs / "latest").exists():
-        run_dir.refuse_existing()  # else its job never began
+        # else its job never began
+        removal = shlex.join(["rm", "-r", str(run_dir.root)])
+        run_dir.refuse_existing(replace_by=f"remove it: {removal}")
     script = render(resolved, site)
     is_new = not run_dir.root.exists()
     try:
@@ -192,12 +196,10 @@ def resume(
         resolved = resolve_resumed(run_dir, overrides)
         if resolved.config.placement != old.placement:
             first_export, *_ = run_dir.exports(old.adapter_domains)
-            export = shlex.quote(str(first_export))
-            raise ConfigError(
-                "a resumed job keeps its placement",
-                where="overrides",
-                remedy=f"submit another run with model.path={export}",
-            )
+            remedy = "submit another run, with another name=…"
+            if first_export.exists():
+                remedy += f" and model.path={shlex.quote(str(first_export))}"
+            raise ConfigError("a resumed job keeps its placement", where="overrides", remedy=remedy)
         check(resolved.config)
         record_first_settings(run_dir)
         before = run_dir.config.read_text(encoding="utf-8")
@@ -242,7 +244,9 @@ def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
         if error.where == "PATH":
             raise
         remedy = error.remedy or "change the site's file; submit --dry-run prints the script"
-        if "partition" in error.message:
+        if after and "dependency" in error.message:
+            remedy = f"what it waits for (--after) can no longer succeed: {', '.join(after)}"
+        elif "partition" in error.message:
             known = sorted(set(slurm("sinfo", "--noheader", "--format=%R").split()))
             remedy = f"set (ROLLOUT_)PARTITION in the site's file to one of {', '.join(known)}"
         raise ConfigError(error.message, where=error.where, remedy=remedy) from None
@@ -258,6 +262,26 @@ def _sbatch_environment(script: str) -> dict[str, str]:
         if re.search(rf"^#SBATCH {option}\b", text, re.MULTILINE):
             overriding.append(variable)
     return {name: value for name, value in os.environ.items() if name not in overriding}
+
+
+def refuse_unfit_parent(job: str) -> None:
+    """ConfigError where a new job could not wait for the success of `job`: Slurm takes one that it
+    does not know as one that has succeeded."""
+    state = state_of(job)
+    if not state and shutil.which("scontrol") is None:
+        return  # `sbatch` is not here either, which it says
+    name = state.get("JobState")
+    if name == "COMPLETED" or (state and name not in _ENDED_STATES):
+        return
+    problem = f"Slurm knows no job {job}"
+    if state:
+        problem = f"job {job} did not succeed: {name}"
+    raise ConfigError(
+        problem,
+        where="--after",
+        remedy="give the id of a job that waits, runs or has just succeeded; Slurm forgets jobs "
+        "some minutes after their end: without --after where it succeeded earlier",
+    )
 
 
 def job_of(run_dir: RunDir) -> str | None:
@@ -279,7 +303,10 @@ def active_job(run_dir: RunDir) -> str | None:
 def is_active(job: str) -> bool:
     """Whether Slurm still has the job to run, to end or to start again; so it is in a state that
     is not known here."""
-    state = state_of(job)
+    return _is_active_state(state_of(job))
+
+
+def _is_active_state(state: dict[str, str]) -> bool:
     return bool(state) and state.get("JobState") not in _ENDED_STATES
 
 
@@ -300,9 +327,57 @@ def state_of(job: str) -> dict[str, str]:
     return state
 
 
-def status_line(path: Path) -> str:
+class JobStates:
+    """States of several jobs, of which Slurm is asked no more once it has not answered: that takes
+    a minute each time.
+
+    Attributes:
+        error: Why there was no answer; None: there were answers only."""
+
+    def __init__(self) -> None:
+        self.error: SetupError | None = None
+
+    def of(self, job: str) -> dict[str, str] | None:
+        """Return what `state_of` does; None where Slurm does not answer."""
+        if self.error is not None:
+            return None
+        try:
+            return state_of(job)
+        except SetupError as error:
+            error.remedy = error.remedy or "ask again later; what runs is not touched by this"
+            self.error = error
+            return None
+
+    def words(self, job: str) -> str:
+        """Return the state of a job as a word or a few."""
+        state = self.of(job)
+        if state is None:
+            return "(Slurm does not answer)"
+        return state.get("JobState", "unknown to Slurm")
+
+    def has_ended(self, job: str) -> bool:
+        """Whether Slurm says that a job has ended, or no longer knows it."""
+        state = self.of(job)
+        return state is not None and not _is_active_state(state)
+
+
+def is_left_by_job(run_dir: RunDir, states: JobStates) -> bool:
+    """Whether a run's lock is that of a job which has ended without a farewell."""
+    owner = re.search(r"Slurm job (\d+)", lock_owner(run_dir))
+    return owner is not None and states.has_ended(owner[1])
+
+
+def lock_owner(run_dir: RunDir) -> str:
+    """Return who took a run's lock, see `run_lock`; empty where its last owner ended well."""
+    try:
+        return run_dir.lock.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def status_line(path: Path, states: JobStates | None = None) -> str:
     """Return one line about a run: its steps, its job, what happened last, or why it failed; and
-    that its metrics are damaged, where they are."""
+    that its metrics are damaged, where they are. states: of jobs, where several are asked for."""
     run_dir = RunDir(path)
     num_steps = read_resolved(run_dir.config).config.num_steps
     note = ""
@@ -311,7 +386,7 @@ def status_line(path: Path) -> str:
     except DataError as error:
         num_done = "?"
         note = f"  {run_dir.metrics.name}: {error.message}"
-    job = _job_words(job_of(run_dir))
+    job = _job_words(job_of(run_dir), states or JobStates())
     return f"{path}  step {num_done}/{num_steps}  {job}  {_last_event_words(run_dir)}{note}"
 
 
@@ -326,10 +401,12 @@ def _last_event_words(run_dir: RunDir) -> str:
     return f"failed (exit code {last.get('exit_code')}): {reason}"
 
 
-def _job_words(job: str | None) -> str:
+def _job_words(job: str | None, states: JobStates) -> str:
     if not job:
         return "no job"
-    state = state_of(job)
+    state = states.of(job)
+    if state is None:
+        return f"job {job} (Slurm does not answer)"
     words = [f"job {job}", state.get("JobState", "unknown to Slurm")]
     for key in ("Reason", "Restarts", "RunTime"):
         value = state.get(key, "None")
@@ -339,20 +416,43 @@ def _job_words(job: str | None) -> str:
 
 
 def cancel(path: Path, *, now: bool) -> str:
-    """End a run's job, with a checkpoint unless `now`; returns the job's id.
+    """End a run's job, with a checkpoint unless `now`; returns what becomes of the job.
 
-    Raises ConfigError where no job of the run waits or runs."""
-    job = active_job(RunDir(path))
+    Raises ConfigError where no job of the run waits or runs, and where it is held so that it can
+    make no checkpoint."""
+    run_dir = RunDir(path)
+    job = active_job(run_dir)
     if job is None:
         raise ConfigError(
-            "no job of this run waits or runs", where=str(path), remedy="grpo-megatron status"
+            "no job of this run waits or runs", where=str(path), remedy=_how_to_stop(run_dir)
         )
-    flags = []
-    is_running = state_of(job).get("JobState") in _STATES_WITH_A_SCRIPT
-    if is_running and not now:
-        flags = ["--batch", "--signal=INT"]
-    slurm("scancel", *flags, job)
-    return job
+    state = state_of(job).get("JobState", "of an unknown state")
+    if now:
+        slurm("scancel", job)
+        return f"job {job} ends"
+    if state in _HELD_STATES:
+        raise ConfigError(
+            f"job {job} is {state} and can make no checkpoint",
+            where=str(path),
+            remedy=f"scontrol resume {job}, then again; or without a checkpoint: "
+            f"{run_dir.command('cancel', '--now')}",
+        )
+    if state in _STATES_WITH_A_SCRIPT:
+        slurm("scancel", "--batch", "--signal=INT", job)
+        return f"job {job} ends after its step"
+    slurm("scancel", job)
+    return f"job {job} is cancelled; it was {state}: no step was under way"
+
+
+def _how_to_stop(run_dir: RunDir) -> str:
+    """Say how to stop a run that has no job."""
+    process = re.match(r"process (\d+) on (\S+?),?(?: |$)", lock_owner(run_dir))
+    if process is None:
+        return "grpo-megatron status"
+    return (
+        f"where it runs on {process[2]}: kill -INT {process[1]} (Ctrl-C) ends it after its step "
+        "with a checkpoint"
+    )
 
 
 def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:

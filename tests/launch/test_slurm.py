@@ -16,8 +16,9 @@ import pytest
 from grpo_megatron import assets
 from grpo_megatron.cli.main import main
 from grpo_megatron.controller.recorder import drop_disconnected
-from grpo_megatron.errors import SetupError, TrainerError
+from grpo_megatron.errors import ConfigError, SetupError, TrainerError
 from grpo_megatron.launch.roles import RANK_VARIABLES
+from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.launch.slurm import cancel, is_active
 from grpo_megatron.launch.steps import SlurmStep, SlurmSteps
 from grpo_megatron.plan.resolve import resolve
@@ -211,12 +212,14 @@ def test_what_a_site_prints_or_hides_is_no_part_of_the_script(tmp_path, monkeypa
     ("limit", "is_longer"),
     [
         ("10", False),
-        ("11", True),
+        ("11", False),  # Slurm may be a minute early
+        ("12", True),
         ("10:00", False),
-        ("00:10:01", True),
+        ("00:11:00", False),
+        ("00:11:01", True),
         ("0-0:10", False),
         ("1-0", True),
-        ("0-0:10:01", True),
+        ("0-0:11:01", True),
         ("0", True),  # Slurm: without a limit
         ("UNLIMITED", True),
         ("-1", True),
@@ -228,6 +231,33 @@ def test_a_notice_is_shorter_than_the_limit(given, monkeypatch, capsys, limit, i
     code = main(["submit", "demo/gspo-moe-cpu", "--site", "bare", "--dry-run"])
     assert code == (0 if is_longer else 2)
     assert is_longer or f"TIME_LIMIT={limit}" in capsys.readouterr().err
+
+
+def test_a_notice_that_is_too_long_is_told_with_the_longest(given, monkeypatch, capsys):
+    monkeypatch.setenv("TIME_LIMIT", "3")
+    monkeypatch.setenv("NOTICE_S", "120")
+    command = ["submit", "demo/gspo-moe-cpu", "--site", "bare", "--dry-run"]
+    assert main(command) == 2
+    assert "NOTICE_S may be 119" in capsys.readouterr().err
+    monkeypatch.setenv("NOTICE_S", "119")
+    assert main(command) == 0
+    assert "\nslurm_notice_s=119 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_submitted", [False, True])
+def test_a_job_speaks_only_of_the_notice_that_it_gets(tmp_path, is_submitted):
+    """By hand it has no other one than at four fifths; a submitted one gets that of its script."""
+    run, site = tmp_path / "grpo-megatron", tmp_path / "site.env"
+    run.write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\ndate -d '+300 seconds' +%FT%T\n")
+    for tool in (run, tmp_path / "squeue"):
+        tool.chmod(0o755)
+    site.write_text("activate() { :; }\n" + "slurm_notice_s=600\n" * is_submitted)
+    job = _start_job(tmp_path, site)
+    job.wait(timeout=300)  # what watches for its end, and has its output, sees that it is gone
+    said = job.stdout.read()
+    assert "finished" in said
+    assert ("more than half of the time limit" in said) is not is_submitted
 
 
 @pytest.mark.parametrize(
@@ -726,13 +756,23 @@ RECORDS = "JobId=7 JobState=%s"
         *((RECORDS % state, "--batch --signal=INT ") for state in ("RUNNING", "SIGNALING")),
         (RECORDS % "RESIZING", "--batch --signal=INT "),
         *((RECORDS % state, "") for state in ("PENDING", "CONFIGURING", "REQUEUE_HOLD")),
-        *((RECORDS % state, "") for state in ("SUSPENDED", "STOPPED", "STAGE_OUT", "COMPLETING")),
+        *((RECORDS % state, "") for state in ("STAGE_OUT", "COMPLETING")),
         ("JobId=7 Reason=None", ""),
     ],
 )
 @pytest.mark.parametrize("now", [False, True])
 def test_a_job_whose_script_runs_is_cancelled_with_a_checkpoint(job_state, record, flags, now):
     """Of others there is nobody to make one, and a signal would be an error of scancel."""
+    run, cancelled = run_of_job(job_state, record)
+    told = cancel(run.root, now=now)
+    if now:
+        flags = ""
+    assert cancelled.read_text() == f"{flags}7\n"
+    assert told.startswith("job 7 ") and ("after its step" in told) == bool(flags)
+
+
+def run_of_job(job_state: Path, record: str) -> tuple[RunDir, Path]:
+    """A run whose job has the record, and the file in which its cancel would be written."""
     tools = job_state.parent
     (tools / "scontrol").write_text(f"#!/bin/sh\necho {record}\n")
     (tools / "scancel").write_text(f'#!/bin/sh\necho "$@" > {tools}/cancelled\n')
@@ -740,10 +780,92 @@ def test_a_job_whose_script_runs_is_cancelled_with_a_checkpoint(job_state, recor
     run = RunDir(Path("run"))
     run.slurm.mkdir(parents=True)
     (run.slurm / "job").write_text("7\n")
-    assert cancel(run.root, now=now) == "7"
-    if now:
-        flags = ""
-    assert (tools / "cancelled").read_text() == f"{flags}7\n"
+    return run, tools / "cancelled"
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "STOPPED"])
+def test_a_job_that_is_held_can_make_no_checkpoint(job_state, state):
+    run, cancelled = run_of_job(job_state, RECORDS % state)
+    with pytest.raises(ConfigError, match=f"job 7 is {state}") as caught:
+        cancel(run.root, now=False)
+    assert not cancelled.exists()
+    assert "scontrol resume 7" in caught.value.remedy and "--now" in caught.value.remedy
+    assert cancel(run.root, now=True) == "job 7 ends"
+
+
+def test_a_run_without_a_job_is_stopped_by_a_signal(job_state, capsys):
+    assert submit() == 0
+    job_state.write_text("FAILED")
+    with run_lock(RunDir(Path("runs/demo"))):
+        assert main(["cancel", "runs/demo"]) == 2
+    assert f"kill -INT {os.getpid()} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job", ["", "abc", "7;8"])
+def test_a_job_waits_for_one_that_has_an_id(job_state, capsys, job):
+    assert submit("--after", job) == 2
+    assert "--after" in capsys.readouterr().err and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        *((state, "") for state in ("PENDING", "RUNNING", "COMPLETING", "COMPLETED")),
+        *((state, f"did not succeed: {state}") for state in ("FAILED", "CANCELLED", "TIMEOUT")),
+        ("forgotten", "Slurm knows no job 7"),
+    ],
+)
+def test_a_job_waits_for_one_that_may_succeed(job_state, capsys, state, problem):
+    job_state.write_text(state)
+    if state == "forgotten":
+        script = "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n"
+        (job_state.parent / "scontrol").write_text(script)
+    assert submit("--after", "7") == (2 if problem else 0)
+    said = capsys.readouterr().err
+    assert problem in said and Path("runs/demo").exists() is not bool(problem)
+
+
+def test_a_refused_dependency_is_told_as_that(job_state, capsys):
+    script = "#!/bin/sh\necho sbatch: error: Job dependency problem >&2; exit 1\n"
+    (job_state.parent / "sbatch").write_text(script)
+    assert submit("--after", "7") == 2
+    said = capsys.readouterr().err
+    assert "--after" in said and "site's file" not in said
+
+
+SILENT = """#!/bin/sh
+echo x >> {asked}
+echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1
+"""
+
+
+def test_status_says_what_files_say_while_slurm_is_silent(job_state, capsys):
+    for name in ("one", "two"):
+        assert submit(f"name={name}") == 0
+    asked = job_state.parent / "asked"
+    (job_state.parent / "scontrol").write_text(SILENT.format(asked=asked))
+    for runs in ([], ["runs/one", "runs/two"]):
+        asked.unlink(missing_ok=True)
+        assert main(["status", *runs]) == 3
+        said = capsys.readouterr()
+        lines = [line for line in said.out.splitlines() if line.startswith("runs/")]
+        assert len(lines) == 2 and all("job 7 (Slurm does not answer)" in line for line in lines)
+        assert "Unable to contact" in said.err and "remedy:" in said.err
+        assert asked.read_text() == "x\n"
+
+
+def test_roles_of_a_job_that_was_killed_are_not_shown(job_state, capsys, monkeypatch):
+    assert submit() == 0
+    run = RunDir(Path("runs/demo"))
+    run.lock.write_text("process 1 on node1, Slurm job 7")
+    monkeypatch.setattr("grpo_megatron.launch.role_status.role_lines", lambda run_dir: ["roles"])
+    for state, is_shown in (("RUNNING", True), ("COMPLETING", True), ("CANCELLED", False)):
+        job_state.write_text(state)
+        assert main(["status", "runs/demo"]) == 0
+        assert ("roles" in capsys.readouterr().out) is is_shown
+    run.lock.write_text("process 1 on node1")  # taken here since
+    assert main(["status", "runs/demo"]) == 0
+    assert "roles" in capsys.readouterr().out
 
 
 def test_a_run_whose_job_never_began_is_submitted_anew(job_state, capsys):
@@ -753,7 +875,9 @@ def test_a_run_whose_job_never_began_is_submitted_anew(job_state, capsys):
     assert submit("seed=2") == 0
     Path("runs/demo/logs/1").mkdir()
     Path("runs/demo/logs/latest").symlink_to("1")
-    assert submit("seed=3") == 2 and "exists" in capsys.readouterr().err
+    assert submit("seed=3") == 2
+    said = capsys.readouterr().err
+    assert "exists" in said and "rm -r " in said and "--overwrite" not in said
     assert '"seed": 2' in Path("runs/demo/config.json").read_text()
 
 
@@ -762,6 +886,10 @@ def test_a_resumed_job_is_the_one_of_its_script(job_state, capsys):
     job_state.write_text("FAILED")
     assert main(["resume", "runs/demo", "optimizer.lr=1e-5"]) == 0
     assert main(["resume", "runs/demo", "placement.trainer_nodes=2"]) == 2
+    assert "model.path" not in capsys.readouterr().err
+    Path("runs/demo/export").mkdir()
+    assert main(["resume", "runs/demo", "placement.trainer_nodes=2"]) == 2
+    assert "model.path=runs/demo/export" in capsys.readouterr().err
     assert main(["resume", "runs/demo", "name=other"]) == 2
     Path("runs/demo/result.json").write_text("{}")
     assert main(["resume", "runs/demo"]) == 2
