@@ -11,7 +11,7 @@ from grpo_megatron.controller.connecting import connect_engine, connect_worker, 
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.errors import EngineError, GrpoMegatronError
-from grpo_megatron.rollout.members import read_members
+from grpo_megatron.rollout.members import read_members, read_unjoined
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.worker_client import WorkerPool
 from grpo_megatron.rundir import RunDir, engine_name
@@ -61,6 +61,7 @@ class Rejoining:
             self._known.add(index)
             if self._config.engine_restarts > 0:
                 self._see_to(index)
+        self._record_connected()
         self._following = asyncio.create_task(self._follow())
         return self
 
@@ -75,6 +76,15 @@ class Rejoining:
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in self._clients:
             await client.close()
+
+    def _record_connected(self) -> None:
+        """Record as joined the engines that were started after the controller and have been
+        connected with the others; the first publish brings them their weights."""
+        unjoined = read_unjoined(self._run_dir)
+        for index in sorted(self._known):
+            name = engine_name(index)
+            if name in unjoined and self._engines.is_alive(index):
+                append_event(self._run_dir.events, "joined", role=name)
 
     def _see_to(self, index: int) -> None:
         self._tasks[index] = [

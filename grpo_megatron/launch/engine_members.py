@@ -57,7 +57,8 @@ class EngineMembers:
             raise ConfigError(
                 f"{name} is the only engine of the run",
                 where="ENGINE",
-                remedy="add another one first; SIGTERM or `cancel` ends the run with a checkpoint",
+                remedy="add another one first; Ctrl-C, or of a job "
+                f"`{self._run_dir.command('cancel')}`, ends the run with a checkpoint",
             )
         self._members[index] = "leaving"
         self._write()

@@ -29,15 +29,16 @@ from grpo_megatron.errors import (
 )
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.look import process_state
-from grpo_megatron.launch.slurm import is_active
+from grpo_megatron.launch.slurm import active_job, is_active, lock_owner
 from grpo_megatron.progress import SERVING, read_progress
-from grpo_megatron.rollout.members import read_members
+from grpo_megatron.rollout.members import read_members, read_unjoined
 from grpo_megatron.rundir import RunDir, engine_name
-from grpo_megatron.telemetry.events import read_events
 
 ANSWER_S = 60.0
 """How long a supervisor may take to answer."""
 _LOOK_S = 0.2
+_CHECK_S = 2.0
+"""How often it is seen to whether the run has ended: of a job, Slurm is asked."""
 
 Action = Literal["add", "remove"]
 
@@ -57,19 +58,17 @@ def running(path: Path) -> RunDir:
     """Return the run directory as the attempt that runs sees it. Raises ConfigError where the lock
     says that the run is not running."""
     run_dir = RunDir(path)
-    owner = ""
-    with contextlib.suppress(OSError):
-        owner = run_dir.lock.read_text(encoding="utf-8", errors="replace").strip()
+    owner = lock_owner(run_dir)
     attempt = ""
     with contextlib.suppress(OSError):
         attempt = os.readlink(path / "logs" / "latest")
     current = RunDir(path, attempt)
     if not _is_there(owner) or not attempt or not current.endpoints.is_dir():
-        raise ConfigError(
-            "the run is not running",
-            where=str(path),
-            remedy=f"{run_dir.command('resume')} rollout.num_replicas=…",
-        )
+        remedy = f"{run_dir.command('resume')} rollout.num_replicas=…"
+        job = active_job(run_dir)
+        if job is not None:
+            remedy = f"wait until its job {job} runs: {run_dir.command('status')}"
+        raise ConfigError("the run is not running", where=str(path), remedy=remedy)
     return current
 
 
@@ -88,14 +87,26 @@ def _is_there(owner: str) -> bool:
 
 def ask(run_dir: RunDir, request: EngineRequest, timeout_s: float = ANSWER_S) -> str:
     """Have the supervisor of a running run do what `request` says; returns its answer. Raises what
-    it refuses with; EngineError where it does not answer."""
+    it refuses with; ConfigError where the run has ended meanwhile; EngineError where it does not
+    answer."""
     name = secrets.token_hex(4)
     asked = run_dir.endpoints / f"request-{name}.json"
     answered = run_dir.endpoints / f"answer-{name}.json"
     write_atomically(asked, json.dumps(asdict(request)))
     deadline = time.monotonic() + timeout_s
-    while answered.name not in os.listdir(run_dir.endpoints):
-        if time.monotonic() > deadline:
+    next_check = time.monotonic() + _CHECK_S
+    while not _is_in(answered):
+        now = time.monotonic()
+        if now > next_check:
+            next_check = now + _CHECK_S
+            is_same_attempt = running(run_dir.root).attempt == run_dir.attempt
+            if not is_same_attempt:
+                raise ConfigError(
+                    "the run has begun again meanwhile",
+                    where=str(run_dir.root),
+                    remedy="ask once more",
+                )
+        if now > deadline:
             asked.unlink(missing_ok=True)
             raise EngineError(
                 f"the run's supervisor did not answer within {timeout_s:.0f} s",
@@ -110,11 +121,19 @@ def ask(run_dir: RunDir, request: EngineRequest, timeout_s: float = ANSWER_S) ->
     return str(answer["text"])
 
 
+def _is_in(file: Path) -> bool:
+    """Whether a folder has a file, by its list: other nodes may keep what they looked up."""
+    try:
+        return file.name in os.listdir(file.parent)
+    except FileNotFoundError:  # a new attempt has removed the folder
+        return False
+
+
 def engine_lines(run_dir: RunDir) -> Iterator[str]:
     """Yield a line for each engine of a running run: its name, state and process."""
     config = read_resolved(run_dir.config).config
     members = read_members(run_dir, config)
-    unjoined = _unjoined(run_dir)
+    unjoined = read_unjoined(run_dir)
     for index, membership in members.items():
         name = engine_name(index)
         record = read_progress(run_dir.role_progress(name))
@@ -129,21 +148,6 @@ def engine_lines(run_dir: RunDir) -> Iterator[str]:
         if membership == "leaving":
             state = "leaves after its requests"
         yield f"{name:<12} {state:<30} {place}".rstrip()
-
-
-def _unjoined(run_dir: RunDir) -> set[str]:
-    """Return engines that were started after the others and have not joined."""
-    unjoined: set[str] = set()
-    for event in read_events(run_dir.events):
-        role = str(event.get("role", ""))
-        match event["kind"]:
-            case "restarted" if role == "controller":
-                unjoined.clear()  # a new controller waits for all engines
-            case "added" | "restarted":
-                unjoined.add(role)
-            case "joined" | "started":
-                unjoined.discard(role)
-    return unjoined
 
 
 # --- the supervisor's side

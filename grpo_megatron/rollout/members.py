@@ -12,6 +12,7 @@ from typing import Literal
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import read_events
 
 Membership = Literal["present", "leaving"]
 """Whether an engine takes requests, or only ends those that it has."""
@@ -32,3 +33,19 @@ def read_members(run_dir: RunDir, config: RunConfig) -> dict[int, Membership]:
     except (OSError, ValueError):
         return dict.fromkeys(range(config.num_replicas), "present")
     return {int(index): membership for index, membership in named.items()}
+
+
+def read_unjoined(run_dir: RunDir) -> set[str]:
+    """Return the names of engines and workers that were started after the controller, and that it
+    has not said to have joined."""
+    unjoined: set[str] = set()
+    for event in read_events(run_dir.events):
+        role = str(event.get("role", ""))
+        match event["kind"]:
+            case "started" | "restarted" if role == "controller":
+                unjoined.clear()  # it waits for all that there are
+            case "added" | "restarted":
+                unjoined.add(role)
+            case "joined" | "started" | "removed":
+                unjoined.discard(role)
+    return unjoined

@@ -16,11 +16,11 @@ from grpo_megatron.controller.rejoining import Rejoining
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.client import EngineUnreachable
-from grpo_megatron.rollout.members import write_members
+from grpo_megatron.rollout.members import read_unjoined, write_members
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.worker_client import WorkerPool
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.telemetry.events import read_events
+from grpo_megatron.telemetry.events import append_event, read_events
 from grpo_megatron.trainer.requests import JoinTransfer, SendWeights
 from tests.controller.scored_groups import recipe
 from tests.rollout.fake_engine import fake_engines
@@ -499,6 +499,30 @@ def test_one_that_is_added_joins_whatever_the_restarts(tmp_path, monkeypatch):
                 publish_address(run_dir, "worker-2", new.url)
                 await until(lambda: pool.is_alive(2) and workers.has(2))
             assert [replica.index for replica in pool.taking] == [0, 2]
+
+    asyncio.run(run())
+
+
+def test_one_that_was_added_before_the_others_were_connected_has_joined(tmp_path):
+    async def run():
+        run_dir = RunDir(tmp_path, "1")
+        run_dir.create()
+        for kind, role in (
+            ("started", "rollout-0"),
+            ("started", "controller"),
+            ("added", "rollout-1"),
+            ("added", "rollout-2"),
+            ("added", "rollout-3"),
+        ):
+            append_event(run_dir.events, kind, role=role)
+        write_members(run_dir, dict.fromkeys(range(4), "present"))
+        pool = ReplicaPool([Engine("rollout-0"), Engine("rollout-1"), Engine("rollout-2")])
+        await die(SimpleNamespace(engines=pool), 2)
+        config = recipe(rollout={"max_restarts": 0})
+        async with Rejoining(config, run_dir, pool, WorkerPool({}), Joins(pool)):
+            assert read_unjoined(run_dir) == {"rollout-2", "rollout-3"}
+        [event] = [event for event in read_events(run_dir.events) if event["kind"] == "joined"]
+        assert event["role"] == "rollout-1"
 
     asyncio.run(run())
 

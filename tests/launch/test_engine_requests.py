@@ -129,6 +129,27 @@ def test_a_run_that_does_not_run_is_refused(tmp_path):
             running(run_dir.root)
 
 
+def test_a_run_that_ends_meanwhile_is_told_at_once(tmp_path, monkeypatch):
+    """However long its supervisor might take to answer; also where it has begun again."""
+    monkeypatch.setattr(engine_requests, "_CHECK_S", 0.0)
+    run_dir = RunDir(tmp_path / "run").begin()
+    with pytest.raises(ConfigError, match="not running"):
+        ask(run_dir, ADD)
+    new = RunDir(run_dir.root).begin()
+    run_dir.endpoints.mkdir()
+    with run_lock(new), pytest.raises(ConfigError, match="begun again"):
+        ask(run_dir, ADD)
+
+
+def test_a_run_whose_job_waits_is_no_run_to_resume(tmp_path, monkeypatch):
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    monkeypatch.setattr(engine_requests, "active_job", lambda run_dir: "7")
+    with pytest.raises(ConfigError, match="not running") as caught:
+        running(run_dir.root)
+    assert "job 7" in caught.value.remedy and "resume" not in caught.value.remedy
+
+
 def test_there_must_be_room(tmp_path):
     config = resolve("demo/gspo-moe-cpu", ["trainer.num_ranks=2"]).config
     assert LocalProcesses(config, RunDir(tmp_path)).why_no_room(5) == ""
