@@ -20,7 +20,7 @@ from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.conversation import MESSAGES
 from grpo_megatron.data.dataset_answers import end_of_turn, refuse_bad_responses
-from grpo_megatron.data.prompt_images import ImageReader
+from grpo_megatron.data.prompt_images import ImageReader, lack_of_images
 from grpo_megatron.data.prompt_text import (
     PromptRenderer,
     arguments_of,
@@ -114,6 +114,10 @@ def _show_domain(
     problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
     refuse_bad_responses(config, domain, problems, are_all=False)
     say(f"domain {domain.name}, from {domain.path or domain.dataset or domain.source}")
+    if images is not None:
+        warning = lack_of_images(domain, iterate_problems(domain, config.seed))
+        if warning is not None:
+            say(f"warning: {warning}")
     if tokenizer is None:
         prompts = _text_only(domain, problems)
     else:

@@ -9,13 +9,14 @@ What cannot be seen is refused for its row alone, with the row's name."""
 import base64
 import binascii
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.config.suggest import nearest
 from grpo_megatron.data.conversation import MESSAGES, last_question, with_last_question
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError, raised_as
@@ -32,6 +33,7 @@ _READERS = 4
 """Threads that decode images: Pillow works beside other threads."""
 _NAMED = 20
 """Refused rows that the log names, of each domain."""
+_DEFAULT_FIELD: str = DomainConfig.model_fields["image_field"].default
 
 
 class RowImage(NamedTuple):
@@ -189,6 +191,41 @@ class ImageReader:
             places.append(image)
             ids += [token_id] * image.num_tokens
         return tuple(ids), tuple(places)
+
+
+def names_image_field(domain: DomainConfig) -> bool:
+    """Whether a recipe says where the rows of a domain have their images."""
+    return domain.image_field != _DEFAULT_FIELD
+
+
+def lack_of_images(domain: DomainConfig, problems: Iterable[Problem]) -> str | None:
+    """Return what to warn of where no problem has the default field of images, of a model that
+    sees; None where one has it. Problems are read until one has it.
+
+    Raises DataError where the recipe names the field."""
+    fields: set[str] = set()
+    where = ""
+    for problem in problems:
+        if domain.image_field in problem.metadata:
+            return None
+        fields.update(problem.metadata)
+        where = where or problem.where
+    told = f"other fields there: {', '.join(sorted(fields)) or 'none'}"
+    if not names_image_field(domain):
+        return (
+            f"no row of domain {domain.name!r} has images, in the field {domain.image_field!r} "
+            f"(image_field); {told}"
+        )
+    close = " or ".join(map(repr, nearest(domain.image_field, sorted(fields))))
+    remedy = "set image_field of the domain to the field that has the images, or leave it out"
+    if close:
+        remedy = f"did you mean {close}? {remedy}"
+    raise DataError(
+        f"no row of domain {domain.name!r} has the field {domain.image_field!r} (image_field); "
+        f"{told}",
+        where=where or f"[[domains]] {domain.name}",
+        remedy=remedy,
+    )
 
 
 def refuse_images(domain: DomainConfig, problems: Sequence[Problem]) -> None:

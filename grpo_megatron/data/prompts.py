@@ -13,7 +13,12 @@ from itertools import compress
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.conversation import RESPONSES
 from grpo_megatron.data.dataset_answers import refuse_bad_responses, with_answers
-from grpo_megatron.data.prompt_images import ImageReader, RowImage, refuse_images
+from grpo_megatron.data.prompt_images import (
+    ImageReader,
+    RowImage,
+    lack_of_images,
+    refuse_images,
+)
 from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tokenizer import TextTokenizer
@@ -168,6 +173,10 @@ def _fitting(
 ) -> list[Prompt]:
     problems = load_problems(domain, config.seed)
     refuse_bad_responses(config, domain, problems)
+    if images is not None:
+        warning = lack_of_images(domain, problems)
+        if warning is not None:
+            logger.warning("%s", warning)
     prompts = tokenised(domain, problems, tokenizer, images)
     fits = [0 < len(prompt.token_ids) <= limit for prompt in prompts]
     fitting = list(compress(prompts, fits))

@@ -4,6 +4,7 @@ start or a job waits in a queue."""
 import contextlib
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import ModelConfig, RunConfig
@@ -13,6 +14,7 @@ from grpo_megatron.controller.recorded_pairs import refuse_no_recording
 from grpo_megatron.data.chat_template import read_chat_template
 from grpo_megatron.data.dataset_answers import refuse_bad_responses
 from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferences
+from grpo_megatron.data.prompt_images import lack_of_images, names_image_field
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.step_rows import id_of_step_token
@@ -28,6 +30,7 @@ from grpo_megatron.errors import (
     RewardError,
 )
 from grpo_megatron.launch.prompt_counts import refuse_too_few_rows
+from grpo_megatron.plan.model_facts import config_fields
 from grpo_megatron.rewards.pool import components_of
 from grpo_megatron.rewards.time_limits import refuse_long_rewards
 from grpo_megatron.rollout.agent_command import find_program
@@ -195,7 +198,8 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
 
     Of preferences, and where responses of rows are trained, every row is read.
 
-    Raises DataError as the controller would: a row without a field, a template or a demonstrated
+    Raises DataError as the controller would: a field of images that the recipe names and no row
+    has, where the model sees; a row without a field, a template or a demonstrated
     turn that asks for metadata that the problem does not have, responses that are no texts, an
     unknown data set, a chat template that is not there or refuses the conversation, a step token
     that is no token. Chat templates and tokenizers of checkpoints that are not on this machine are
@@ -205,9 +209,12 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
     with tokenizer_directory(config.model) as directory:
         if config.trains_preferences and config.preferences.rows == "steps" and directory:
             id_of_step_token(load_tokenizer(directory), config.preferences.step_token)
+        sees_images = directory is not None and _sees_images(directory)
         for index, domain in enumerate(config.domains):
             if domain.path is not None and not domain.path.exists():
                 continue
+            if sees_images and names_image_field(domain):
+                lack_of_images(domain, iterate_problems(domain, config.seed))
             if domain.source == "run":
                 refuse_no_recording(domain)
                 continue
@@ -224,6 +231,11 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
             if domain.environment is not None:
                 where = f"domains.{index}.environment.demonstration"
                 _render_turns(domain.environment.demonstration, problem, where)
+
+
+def _sees_images(model: Path) -> bool:
+    """Whether the model in a directory sees; False where there is a tokenizer only."""
+    return (model / "config.json").exists() and "vision_config" in config_fields(model)
 
 
 def _render_turns(texts: Sequence[str], problem: Problem, where: str) -> None:

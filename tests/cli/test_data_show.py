@@ -135,6 +135,23 @@ def test_a_run_shows_its_own_model(tmp_path, capsys):
     assert "special tokens: none" in text
 
 
+def _show_seen(tmp_path, rows, *settings) -> int:
+    """Show rows of a file to a tiny model that sees. Returns the exit code."""
+    path = tmp_path / "seen.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["domains.0.source=file", f"domains.0.path={path}", "domains.0.arguments={}"]
+    flags += ["domains.0.num_problems=null", f"runs_dir={tmp_path}", "cold_start=null"]
+    return main(["data", "show", "demo/vision-count-cpu", *flags, *settings])
+
+
+def test_rows_without_images_are_told_where_the_model_sees(tmp_path, capsys):
+    rows = [{"question": "How many?", "answer": "1", "image": "a.png"}]
+    assert _show_seen(tmp_path, rows) == 0
+    assert "warning: no row of domain 'count' has images" in capsys.readouterr().out
+    assert _show_seen(tmp_path, rows, "domains.0.image_field=imgae") == 4
+    assert "did you mean 'image'?" in capsys.readouterr().err
+
+
 def test_long_prompts_are_told(show):
     code, text = show("rollout.max_model_len=20", "rollout.max_new_tokens=4")
     assert code == 0

@@ -13,13 +13,14 @@ import pytest
 
 from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.prompt_images import ImageReader
 from grpo_megatron.data.prompts import load_prompts, load_splits, make_splits
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.images import digest_of
+from grpo_megatron.launch.bindings import refuse_unreadable_problems
 from grpo_megatron.plan.resolve import resolve
 from tests.trainer.vision import png
 
@@ -197,6 +198,40 @@ def test_splits_say_how_many_rows_were_refused(tmp_path, tokenizer, reader):
     kept = write_rows(tmp_path / "b.jsonl", rows[1:2])
     config = resolve("demo/vision-count-cpu", [*flags, f"domains.0.path={kept}"]).config
     assert load_splits(config, tokenizer, reader).num_refused == {"count": 0}
+
+
+def _recipe_of(path: Path, *flags: str) -> RunConfig:
+    settings = ["domains.0.source=file", f"domains.0.path={path}", "domains.0.arguments={}"]
+    settings += ["domains.0.num_problems=null", "data.num_validation=0", "data.num_heldout=0"]
+    settings += ["cold_start=null"]
+    return resolve("demo/vision-count-cpu", [*settings, *flags]).config
+
+
+def test_a_named_field_of_images_that_no_row_has_is_refused(tmp_path, tokenizer, reader):
+    """Before anything starts, too; one row that has it is enough."""
+    (tmp_path / "small.png").write_bytes(SMALL)
+    plain = {"question": "1?", "answer": "1"}
+    path = write_rows(tmp_path / "a.jsonl", [plain, plain | {"image": "small.png"}])
+    config = _recipe_of(path, "domains.0.image_field=imgae")
+    for check in (refuse_unreadable_problems, lambda run: load_splits(run, tokenizer, reader)):
+        with pytest.raises(DataError, match="no row of domain 'count' has the field") as caught:
+            check(config)
+        assert caught.value.where == f"{path}:1"
+        assert "did you mean 'image'?" in caught.value.remedy
+    config = _recipe_of(path, "domains.0.image_field=image")
+    refuse_unreadable_problems(config)
+    assert len(load_splits(config, tokenizer, reader).train["count"]) == 2
+    text_only = resolve("demo/gspo-moe-cpu", ["domains.0.image_field=imgae"]).config
+    refuse_unreadable_problems(text_only)
+
+
+def test_rows_without_the_default_field_of_images_are_told(tmp_path, tokenizer, reader, caplog):
+    row = {"question": "1?", "answer": "1", "image": "small.png"}
+    config = _recipe_of(write_rows(tmp_path / "a.jsonl", [row]))
+    with caplog.at_level(logging.WARNING):
+        load_splits(config, tokenizer, reader)
+    assert "no row of domain 'count' has images, in the field 'images'" in caplog.text
+    assert "other fields there: image" in caplog.text
 
 
 def test_paths_begin_in_the_folder_that_the_recipe_names(tmp_path, tokenizer, reader):
