@@ -13,6 +13,9 @@ _PATCH_SIZES = {"qwen3_vl": 16, "qwen3_vl_moe": 16}
 _MOST_OBLONG = 200
 """Longest side by the shortest, as in transformers."""
 
+RELEASED_LIMITS = {"token_pixels": 28, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16384}
+"""Of released Qwen2.5-VL checkpoints, which rewards for boxes take where a recipe names none."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageSettings:
@@ -65,6 +68,15 @@ class ImageSettings:
     def token_pixels(self) -> int:
         """Pixels of the side of the square that is one token."""
         return self.patch_size * self.merge_size
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """What scales images, by the names of `RELEASED_LIMITS`."""
+        return {
+            "token_pixels": self.token_pixels,
+            "min_pixels": self.least_pixels,
+            "max_pixels": self.most_pixels,
+        }
 
     def tokens_of(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of tokens of an image of so many pixels.

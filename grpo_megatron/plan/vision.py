@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import RewardConfig, RunConfig
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.image_settings import ImageSettings
+from grpo_megatron.image_settings import RELEASED_LIMITS, ImageSettings
 from grpo_megatron.plan.model_facts import ModelFacts, configuration_of
 
 VISION_RULES = RuleSet()
@@ -19,6 +19,8 @@ _TABLES = {
     "allocation": "rounds of samples are not tried with images",
 }
 """Tables of a run that ask for what is not computed with images, and why."""
+
+_BOX_REWARD = "grpo_megatron.rewards.boxes:box_iou"
 
 
 @VISION_RULES.rule("vision_kind")
@@ -141,6 +143,43 @@ def images_can_be_prepared(run: RunConfig, model: ModelFacts) -> Violation | Non
             remedy=error.remedy or "",
         )
     return None
+
+
+def scales_boxes(reward: RewardConfig) -> bool:
+    """Whether a reward scales the boxes of completions to the pixels of the row's file."""
+    return reward.function == _BOX_REWARD and "size_fields" in reward.arguments
+
+
+@VISION_RULES.rule("vision_boxes")
+def boxes_are_scaled_as_images(run: RunConfig, model: ModelFacts) -> list[Violation]:
+    """Refuse rewards that scale boxes otherwise than the model's images are scaled: right boxes
+    would be wrong."""
+    rewards = {}
+    for index, domain in enumerate(run.domains):
+        for number, reward in enumerate(domain.rewards):
+            if scales_boxes(reward):
+                rewards[f"domains.{index}.rewards.{number}.arguments"] = reward
+    if not model.sees_images or not rewards:
+        return []
+    hf, where = configuration_of(run.model)
+    try:
+        limits = ImageSettings.of_model(hf).limits
+    except ConfigError:
+        return []  # rule vision_settings
+    found = []
+    for place, reward in rewards.items():
+        taken = {name: reward.arguments.get(name, RELEASED_LIMITS[name]) for name in limits}
+        wrong = [name for name in limits if taken[name] != limits[name]]
+        if wrong:
+            told = ", ".join(f"{name} = {taken[name]}" for name in wrong)
+            right = ", ".join(f"{name} = {limits[name]}" for name in wrong)
+            violation = Violation(
+                place,
+                f"boxes are scaled with {told}, and images of the model with {right} ({where})",
+                remedy=f"set {right} in these arguments",
+            )
+            found.append(violation)
+    return found
 
 
 def require_text_model(run: RunConfig, what: str) -> None:

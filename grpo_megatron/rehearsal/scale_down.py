@@ -16,7 +16,10 @@ from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import DomainConfig, RewardConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.engine_arguments import MEMORY_SHARE
+from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.plan.vision import scales_boxes
 from grpo_megatron.rehearsal.coin import COMPONENT as COIN
 from grpo_megatron.rehearsal.local_server import STEP_TOKEN
 
@@ -156,13 +159,19 @@ def _steps(config: RunConfig, changes: _Changes) -> None:
         changes.set("cold_start.max_steps", 200, "a short cold start")
 
 
+def _replaces_model(config: RunConfig, stand_ins: StandIns) -> bool:
+    """Whether the recipe's model is not the one that is rehearsed."""
+    is_here = config.model.path is not None and config.model.path.exists()
+    return stand_ins.model_is_given or not is_here
+
+
 def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     """Replace models, data and servers that are not on this machine."""
     why = "a tiny random model of the same family"
     if stand_ins.model_is_given:
         why = "the given model"
     is_here = config.model.path is not None and config.model.path.exists()
-    is_replaced = stand_ins.model_is_given or not is_here
+    is_replaced = _replaces_model(config, stand_ins)
     if is_replaced:
         changes.set("model.preset", None, why)
         changes.set("model.path", str(stand_ins.model), why)
@@ -413,6 +422,8 @@ def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     for number, domain in enumerate(config.domains):
         rewards = [_with_local_server(reward, stand_ins.server) for reward in domain.rewards]
         rewards = [_with_short_lengths(config, domain, reward) for reward in rewards]
+        if _replaces_model(config, stand_ins):
+            rewards = [_with_limits_of(stand_ins.model, reward) for reward in rewards]
         if COIN not in [reward.component for reward in rewards]:
             rewards.append(RewardConfig(function="grpo_megatron.rehearsal.coin:coin", name=COIN))
         written = [reward.model_dump(mode="json", exclude_none=True) for reward in rewards]
@@ -433,6 +444,14 @@ def _with_local_server(reward: RewardConfig, server: str) -> RewardConfig:
     if "step_token" in arguments:
         arguments["step_token"] = STEP_TOKEN
     return reward.model_copy(update={"arguments": arguments})
+
+
+def _with_limits_of(model: Path, reward: RewardConfig) -> RewardConfig:
+    """Boxes scaled as images of the model in a directory are."""
+    if not scales_boxes(reward):
+        return reward
+    limits = ImageSettings.of_model(read_config(model)).limits
+    return reward.model_copy(update={"arguments": {**reward.arguments, **limits}})
 
 
 def _with_short_lengths(

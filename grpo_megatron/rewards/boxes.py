@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_megatron.errors import DataError
-from grpo_megatron.image_settings import tokens_of_size
+from grpo_megatron.image_settings import RELEASED_LIMITS, tokens_of_size
 from grpo_megatron.rewards.argument_checks import check_tags
 from grpo_megatron.rewards.code_tests import extract
 from grpo_megatron.rewards.functions import format_tags
@@ -30,9 +30,9 @@ def box_iou(
     metadata: Mapping[str, Any],
     answer_tag: str | None = None,
     size_fields: tuple[str, str] | None = None,
-    token_pixels: int = 28,
-    min_pixels: int = 56 * 56,
-    max_pixels: int = 28 * 28 * 16384,
+    token_pixels: int = RELEASED_LIMITS["token_pixels"],
+    min_pixels: int = RELEASED_LIMITS["min_pixels"],
+    max_pixels: int = RELEASED_LIMITS["max_pixels"],
 ) -> float:
     """Intersection over union, in [0, 1], of the first box of the completion and that of the
     answer, which are both lists of four numbers; 0 without a box; NaN where the answer has none.

@@ -206,6 +206,30 @@ def test_deep_models_that_are_not_computed(tmp_path, of_text, of_tower, words):
     assert words in " ".join(text.split())
 
 
+BOX_IOU = 'function = "grpo_megatron.rewards.boxes:box_iou"'
+
+
+def _box_reward(arguments: str) -> str:
+    return f"domains.0.rewards=[{{{BOX_IOU}, arguments = {{{arguments}}}}}]"
+
+
+def test_boxes_are_scaled_as_the_models_images_are():
+    """By arguments of the reward, whose defaults are those of a released Qwen2.5-VL."""
+    sizes = 'size_fields = ["width", "height"]'
+    no_accuracy = "domains.0.accuracy=null"
+    text = " ".join(_refusal(COUNT, _box_reward(sizes), no_accuracy).split())
+    assert "domains.0.rewards.0.arguments" in text
+    assert "boxes are scaled with min_pixels = 3136, max_pixels = 12845056" in text
+    assert "set min_pixels = 784, max_pixels = 50176 in these arguments" in text
+    fit = f"{sizes}, min_pixels = 784, max_pixels = 50176"
+    resolve(COUNT, [_box_reward(fit), no_accuracy])
+    resolve(COUNT, [_box_reward(""), no_accuracy])
+    deep = "model.preset=tiny-qwen3-vl"
+    text = " ".join(_refusal(COUNT, deep, _box_reward(sizes), no_accuracy).split())
+    assert "set token_pixels = 32, min_pixels = 1024, max_pixels = 65536" in text
+    resolve(TEXT, [_box_reward(sizes), no_accuracy])
+
+
 def test_what_knows_no_images_says_so():
     with pytest.raises(ConfigError, match="a trace knows no images"):
         trace(COUNT, [], as_json=False)

@@ -220,6 +220,10 @@ def test_pictures_are_made_up_for_a_model_that_sees(tmp_path):
     assert problem.metadata["image"][0].startswith("data:image/png;base64,")
     assert len({other.metadata["image"][0] for other in others}) == len(others)
     assert problem.metadata["width"] == problem.metadata["height"] == 56
+    reward = after.domains[0].rewards[0]
+    limits = ImageSettings.of_model(read_config(tmp_path)).limits
+    assert limits["max_pixels"] == 16 * 28 * 28
+    assert {name: reward.arguments[name] for name in limits} == limits
     assert box_iou(
         f"<answer>{problem.answer}</answer>",
         problem.answer,
