@@ -14,6 +14,7 @@ from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.conversation import RESPONSES
 from grpo_megatron.data.dataset_answers import refuse_bad_responses, with_answers
 from grpo_megatron.data.prompt_images import (
+    MARK,
     ImageReader,
     RowImage,
     lack_of_images,
@@ -124,10 +125,17 @@ def tokenised(
     renderer = PromptRenderer(domain, tokenizer.chat_template)
     rendered = []
     texts = []
-    for problem in problems:
+    where = f"[[domains]] {domain.name}"
+    for problem, of_row in zip(problems, images_of, strict=True):
         rendered.append(renderer.render(problem))
         texts.append(rendered[-1].text)
-    where = f"[[domains]] {domain.name}"
+        if of_row and MARK in texts[-1]:
+            raise DataError(
+                f"the template or the system prompt adds {MARK}, which would stay as text",
+                where=problem.where or where,
+                remedy=f"write {MARK} into the questions of rows, which a template has as "
+                "{question}, and nowhere else",
+            )
     token_ids = _encoded(tokenizer, problems, texts, where)
     prompts = []
     for problem, of_problem, ids, of_row in zip(

@@ -181,6 +181,18 @@ def test_a_field_of_the_template_with_an_image_token_is_told_by_row(tmp_path, to
     assert error.value.where == f"{path}:1"
 
 
+def test_a_mark_of_the_template_is_refused(tmp_path, tokenizer, reader):
+    """It would be text, and the image elsewhere."""
+    (tmp_path / "small.png").write_bytes(SMALL)
+    row = {"question": "How many?", "answer": "1", "images": "small.png"}
+    path = write_rows(tmp_path / "a.jsonl", [row])
+    domain = domain_of(path, template="Look <image>: {question}")
+    with pytest.raises(DataError, match="adds <image>, which would stay as text") as error:
+        load_prompts(domain, 0, tokenizer, reader)
+    assert error.value.where == f"{path}:1"
+    assert "into the questions of rows" in error.value.remedy
+
+
 def test_splits_say_how_many_rows_were_refused(tmp_path, tokenizer, reader):
     (tmp_path / "small.png").write_bytes(SMALL)
     rows = []
