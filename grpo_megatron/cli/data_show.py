@@ -31,7 +31,7 @@ from grpo_megatron.data.prompts import tokenised
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.data.tool_calls import other_format
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.errors import ConfigError, DataError
 from grpo_megatron.rewards.functions import math_verify
 from grpo_megatron.rewards.pool import Component, RewardPool, components_of, raised_at
 from grpo_megatron.rewards.time_limits import refuse_long_rewards
@@ -111,7 +111,10 @@ def _show_domain(
     say: Say,
 ) -> Sequence[Prompt]:
     """Show the first prompts of a domain, and return them."""
-    problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
+    if images is None:
+        problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
+    else:
+        problems = _first_seen(domain, config, images, say)
     refuse_bad_responses(config, domain, problems, are_all=False)
     say(f"domain {domain.name}, from {domain.path or domain.dataset or domain.source}")
     if images is not None:
@@ -149,6 +152,33 @@ def _show_domain(
             say(f"reward {name} of the {judged}: {words}")
     say("")
     return prompts
+
+
+def _first_seen(
+    domain: DomainConfig, config: RunConfig, images: ImageReader, say: Say
+) -> list[Problem]:
+    """Return the first problems whose images can be seen; say which are left out before these.
+
+    Raises DataError where there are none."""
+    seen: list[Problem] = []
+    refusals: list[DataError] = []
+    for problem in iterate_problems(domain, config.seed):
+        try:
+            list(images.fit(domain, [problem]))
+        except DataError as error:
+            refusals.append(error)
+            continue
+        seen.append(problem)
+        if len(seen) == _NUM_PROMPTS:
+            break
+    if not seen:
+        raise refusals[0]
+    for refusal in refusals[:_NUM_PROMPTS]:
+        say(f"left out: {refusal.where}: {refusal.message}")
+    num_more = len(refusals) - _NUM_PROMPTS
+    if num_more > 0:
+        say(f"left out: {num_more} more rows")
+    return seen
 
 
 def _warn_of_equal_prompts(prompts: Sequence[Prompt], first: dict[str, str], say: Say) -> None:

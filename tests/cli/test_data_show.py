@@ -16,6 +16,7 @@ from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.rewards import functions
 from tests.data.chat_templates import TEMPLATES, write_tokenizer
 from tests.rewards.sandboxes import needs_sandbox
+from tests.trainer.vision import png
 
 REWARDS = "grpo_megatron.rewards.functions"
 RECIPE = """
@@ -150,6 +151,18 @@ def test_rows_without_images_are_told_where_the_model_sees(tmp_path, capsys):
     assert "warning: no row of domain 'count' has images" in capsys.readouterr().out
     assert _show_seen(tmp_path, rows, "domains.0.image_field=imgae") == 4
     assert "did you mean 'image'?" in capsys.readouterr().err
+
+
+def test_rows_with_bad_images_are_left_out_and_three_others_shown(tmp_path, capsys):
+    (tmp_path / "small.png").write_bytes(png(60, 30, 0))
+    bad = [{"question": f"Is it {n}?", "answer": "1", "images": "absent.png"} for n in range(4)]
+    good = {"question": "How many?", "answer": "1", "images": "small.png"}
+    assert _show_seen(tmp_path, [*bad, good]) == 0
+    text = capsys.readouterr().out
+    assert f"left out: {tmp_path / 'seen.jsonl'}:1: no image at" in text
+    assert "left out: 1 more rows" in text
+    assert "How many?" in text and "1 x 2 tokens" in text
+    assert _show_seen(tmp_path, bad) == 4
 
 
 def test_long_prompts_are_told(show):
