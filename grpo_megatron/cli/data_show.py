@@ -32,6 +32,7 @@ from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.data.tool_calls import other_format
 from grpo_megatron.errors import ConfigError, DataError
+from grpo_megatron.rewards.boxes import box_iou
 from grpo_megatron.rewards.functions import math_verify
 from grpo_megatron.rewards.pool import Component, RewardPool, components_of, raised_at
 from grpo_megatron.rewards.time_limits import refuse_long_rewards
@@ -406,7 +407,10 @@ async def _judge(pool: RewardPool, prompt: Prompt, judging: Sequence[Component])
 
 def _judges_answers(component: Component) -> bool:
     """Whether a reward compares the completion with the answer, by itself: not one that looks at
-    the completion alone or asks a server."""
+    the completion alone or asks a server. A box in pixels of the file is no completion where those
+    of the image as the model sees it are scaled."""
+    if component.reward.function is box_iou and "size_fields" in component.reward.arguments:
+        return False
     reward = component.reward
     needs_a_completion = any(name in reward.context for name in _OF_COMPLETIONS)
     return not (needs_a_completion or reward.is_async) and _reads_answer(reward.function)

@@ -165,6 +165,18 @@ def test_rows_with_bad_images_are_left_out_and_three_others_shown(tmp_path, caps
     assert _show_seen(tmp_path, bad) == 4
 
 
+def test_a_box_of_the_file_is_no_completion(show):
+    """The model's is in pixels of the scaled image."""
+    row = {"question": "Where?", "answer": "[100, 100, 500, 500]", "width": 1000, "height": 800}
+    box_iou = 'function = "grpo_megatron.rewards.boxes:box_iou"'
+    sizes = 'arguments = {size_fields = ["width", "height"]}'
+    code, text = show(f"domains.0.rewards=[{{{box_iou}, {sizes}}}]", rows=[row])
+    assert code == 0
+    assert "reward box_iou of the answer: cannot be judged without a completion" in text
+    code, text = show(f"domains.0.rewards=[{{{box_iou}}}]", rows=[row])
+    assert "reward box_iou of the answer: 1\n" in text
+
+
 def test_long_prompts_are_told(show):
     code, text = show("rollout.max_model_len=20", "rollout.max_new_tokens=4")
     assert code == 0
