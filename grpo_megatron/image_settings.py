@@ -40,29 +40,39 @@ class ImageSettings:
         """Read them from `plan.model_facts.read_config` of a model that sees.
 
         Raises ConfigError where mean and deviation are missing: engines would then take colours as
-        they are, transformers those of its class."""
-        vision = hf["vision_config"]
+        they are, transformers those of its class. So it does for what is no number of its kind, and
+        for what `vision_config` says otherwise."""
         processor = hf["image_processor"]
-        for name in ("image_mean", "image_std"):
-            if len(processor.get(name) or ()) != 3:
-                raise ConfigError(
-                    f"{name} is not three numbers",
-                    where="preprocessor_config.json",
-                    remedy="copy the file of the original checkpoint",
-                )
-        size = processor.get("size") or {}
-        least = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-        most = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-        return cls(
+        mean = _three_numbers(processor, "image_mean")
+        std = _three_numbers(processor, "image_std")
+        if min(std) <= 0:
+            raise _unfit(
+                "image_std", list(std), "three numbers above 0: colours are divided by them"
+            )
+        least = _pixels(processor, "min_pixels", "shortest_edge", default=56 * 56)
+        most = _pixels(processor, "max_pixels", "longest_edge", default=28 * 28 * 1280)
+        if least > most:
+            raise _unfit("min_pixels", least, f"at most max_pixels, which is {most}")
+        rescale_factor = processor.get("rescale_factor") or 1 / 255
+        if not _is_number(rescale_factor) or rescale_factor <= 0:
+            raise _unfit("rescale_factor", rescale_factor, "a number above 0, usually 1/255")
+        settings = cls(
             patch_size=_patch_size(hf),
             merge_size=_merge_size(hf),
-            temporal_patch_size=vision.get("temporal_patch_size", 2),
+            temporal_patch_size=hf["vision_config"].get("temporal_patch_size", 2),
             least_pixels=least,
             most_pixels=most,
-            mean=tuple(processor["image_mean"]),
-            std=tuple(processor["image_std"]),
-            rescale_factor=processor.get("rescale_factor") or 1 / 255,
+            mean=mean,
+            std=std,
+            rescale_factor=rescale_factor,
         )
+        for name in ("patch_size", "merge_size", "temporal_patch_size"):
+            of_tower = getattr(settings, name)
+            if processor.get(name) not in (None, of_tower):
+                raise _unfit(
+                    name, processor[name], f"{of_tower}, as vision_config of config.json has"
+                )
+        return settings
 
     @property
     def token_pixels(self) -> int:
@@ -89,6 +99,48 @@ class ImageSettings:
             least_pixels=self.least_pixels,
             most_pixels=self.most_pixels,
         )
+
+
+def _unfit(name: str, found: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        f"{name} = {found!r}, expected {expected}",
+        where="preprocessor_config.json",
+        remedy="copy the file of the original checkpoint; min_pixels and max_pixels may be changed",
+    )
+
+
+def _is_number(value: Any) -> bool:
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and math.isfinite(value)
+
+
+def _three_numbers(processor: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    found = processor.get(name)
+    if not isinstance(found, list | tuple) or len(found) != 3 or not all(map(_is_number, found)):
+        raise ConfigError(
+            f"{name} is not three numbers: {found!r}",
+            where="preprocessor_config.json",
+            remedy="copy the file of the original checkpoint",
+        )
+    return tuple(found)
+
+
+def _pixels(processor: Mapping[str, Any], name: str, name_in_size: str, *, default: int) -> int:
+    """Return a limit of pixels, of which `name` goes before that in `size`, as in transformers."""
+    size = processor.get("size") or {}
+    if not isinstance(size, Mapping):
+        raise _unfit("size", size, "a table with shortest_edge and longest_edge, in pixels")
+    found = processor.get(name)
+    if found is None:
+        found = size.get(name_in_size)
+        name = f"size.{name_in_size}"
+    if found is None and size:
+        raise _unfit("size", dict(size), f"{name_in_size}, in pixels of an image, among its keys")
+    if found is None:
+        return default
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise _unfit(name, found, "a whole number of pixels above 0")
+    return found
 
 
 def token_pixels(hf: Mapping[str, Any]) -> int:
@@ -118,7 +170,8 @@ def tokens_of_size(
     for one that is too oblong."""
     if max(width, height) > _MOST_OBLONG * min(width, height):
         raise DataError(
-            f"an image of {width} x {height} pixels is longer than {_MOST_OBLONG} times its width",
+            f"an image of {width} x {height} pixels has one side more than {_MOST_OBLONG} times as "
+            "long as the other",
             remedy="cut it, or leave the row out",
         )
     rows = round(height / side)

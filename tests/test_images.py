@@ -53,6 +53,43 @@ def test_colours_without_a_mean_are_refused():
         ImageSettings.of_model(VISION | without)
 
 
+@pytest.mark.parametrize(
+    ("edits", "words"),
+    [
+        ({"min_pixels": "784"}, "min_pixels = '784', expected a whole number of pixels"),
+        ({"max_pixels": -5}, "max_pixels = -5, expected a whole number of pixels"),
+        ({"max_pixels": True}, "max_pixels = True"),
+        ({"min_pixels": 0}, "min_pixels = 0"),
+        ({"min_pixels": 100_000, "max_pixels": 784}, "expected at most max_pixels, which is 784"),
+        ({"min_pixels": None, "size": 5}, "size = 5, expected a table with shortest_edge"),
+        ({"min_pixels": None, "size": {"height": 28}}, "expected shortest_edge, in pixels"),
+        (
+            {"max_pixels": None, "size": {"shortest_edge": 9, "longest_edge": 1.5}},
+            "size.longest_edge = 1.5, expected a whole number of pixels",
+        ),
+        ({"image_mean": 5}, "image_mean is not three numbers: 5"),
+        ({"image_mean": [0.5, "0.5", 0.5]}, "image_mean is not three numbers"),
+        ({"image_std": [0.5, 0.5, float("nan")]}, "image_std is not three numbers"),
+        ({"image_std": [0, 0, 0]}, "image_std = [0, 0, 0], expected three numbers above 0"),
+        ({"rescale_factor": "1/255"}, "rescale_factor = '1/255', expected a number above 0"),
+        ({"patch_size": 32}, "patch_size = 32, expected 14, as vision_config"),
+        ({"merge_size": 1}, "merge_size = 1, expected 2, as vision_config"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size = 1, expected 2, as vision_config"),
+    ],
+)
+def test_what_cannot_prepare_images_is_named(edits, words):
+    with pytest.raises(ConfigError) as caught:
+        ImageSettings.of_model(VISION | {"image_processor": PROCESSOR | edits})
+    assert words in caught.value.message
+    assert caught.value.where == "preprocessor_config.json" and caught.value.remedy
+
+
+def test_limits_beside_a_size_of_old_files_are_taken():
+    """transformers takes them out of it."""
+    beside = PROCESSOR | {"size": {"min_pixels": 1, "max_pixels": 2}}
+    assert ImageSettings.of_model(VISION | {"image_processor": beside}) == SETTINGS
+
+
 def test_images_lie_upright_and_have_three_colours():
     pixels = np.zeros((28, 56), np.uint8)
     pixels[:, :28] = 200
@@ -186,7 +223,7 @@ def test_what_is_transparent_is_white():
 
 
 def test_huge_and_oblong_images_are_refused(monkeypatch):
-    with pytest.raises(DataError, match="3000 x 10 pixels is longer than 200 times"):
+    with pytest.raises(DataError, match="3000 x 10 pixels has one side more than 200 times"):
         SETTINGS.tokens_of(3000, 10)
     monkeypatch.setattr(images, "LARGEST_PIXELS", 100)
     with pytest.raises(DataError, match=r"^an image of 20 x 10 pixels is larger") as error:

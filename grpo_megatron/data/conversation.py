@@ -182,10 +182,14 @@ def _text_of(content: Any, place: str) -> str:
     text = ""
     for part in content:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            remedy = "only text is trained: leave out rows with images, sound or tools"
+            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+                remedy = (
+                    "for a model that sees, write <image> in the text where the image is, and put "
+                    "the image into the row's field of images (docs/vision.md)"
+                )
             raise DataError(
-                "the message's content has a part that is no text",
-                where=place,
-                remedy="only text is trained: leave out rows with images, sound or tools",
+                "the message's content has a part that is no text", where=place, remedy=remedy
             )
         text += part["text"]
     return text

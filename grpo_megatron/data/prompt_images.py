@@ -31,6 +31,10 @@ MARK = "<image>"
 """Stands for an image in the question of a row."""
 _READERS = 4
 """Threads that decode images: Pillow works beside other threads."""
+_AS_URI = 'base 64 goes into a URI: "data:image/png;base64,…" in the place of the name or the table'
+_LONGEST_NAME = 1024
+"""Characters. What is longer is the image itself, and no path."""
+_SHOWN = 60
 _NAMED = 20
 """Refused rows that the log names, of each domain."""
 _DEFAULT_FIELD: str = DomainConfig.model_fields["image_field"].default
@@ -283,7 +287,7 @@ def _of_bytes(content: Any) -> bytes:
         return bytes(content)
     remedy = "leave the row out, or mend the image"
     if isinstance(content, str):
-        remedy = 'base 64 goes into a URI: "data:image/png;base64,…" in the place of the table'
+        remedy = _AS_URI
     raise DataError(
         f"the bytes of an image are {type(content).__name__}, expected bytes or a list of numbers "
         "from 0 to 255",
@@ -319,11 +323,13 @@ def _of_file(domain: DomainConfig, name: str) -> bytes:
         if not folder.is_dir():
             folder = folder.parent
     path = (folder or Path()) / name
-    with raised_as(
-        DataError,
-        f"no image at {path}",
-        (OSError, ValueError),  # of a path with a NUL
-        remedy="set image_folder of the domain to the folder that paths begin in, or leave the row "
-        "out",
-    ):
+    shown = str(path)
+    remedy = (
+        "set image_folder of the domain to the folder that paths begin in, or leave the row out"
+    )
+    if len(name) > _LONGEST_NAME:
+        shown = f"{str(path)[:_SHOWN]}… ({len(name)} characters)"
+        remedy = _AS_URI
+    causes = (OSError, ValueError)  # ValueError: of a path with a NUL
+    with raised_as(DataError, f"no image at {shown}", causes, remedy=remedy):
         return path.read_bytes()

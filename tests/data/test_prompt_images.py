@@ -122,7 +122,7 @@ def test_prompts_of_one_text_and_two_images_are_two(tmp_path, tokenizer, reader)
 BAD = {
     "broken": ({"images": ["broken.png"]}, "not a readable image"),
     "missing": ({"images": ["absent.png"]}, "no image at"),
-    "oblong": ({"images": ["oblong.png"]}, "longer than 200 times"),
+    "oblong": ({"images": ["oblong.png"]}, "more than 200 times"),
     "remote": ({"images": ["https://example.org/a.png"]}, "loads nothing from the network"),
     "number": ({"images": [17]}, "an image is int, expected a path"),
     "uri": ({"images": ["data:image/png;base64,@@"]}, "an image is no base 64"),
@@ -134,6 +134,7 @@ BAD = {
     "count": ({"images": [{"bytes": 5}]}, "an image are int, expected bytes or a list of numbers"),
     "numbers": ({"images": [{"bytes": [137, 256]}]}, "numbers from 0 to 255"),
     "nul": ({"images": ["a\0b.png"]}, "no image at"),
+    "base64": ({"images": [base64.b64encode(bytes(6000)).decode()]}, "… (8000 characters)"),
     "token": ({"question": "what is <|image_pad|>?", "images": ["small.png"]}, "only images may"),
     "token_alone": ({"question": "what is <|image_pad|>?", "images": None}, "only images may have"),
     "marks": ({"question": "<image><image>?", "images": ["small.png"]}, "2 <image> for 1 images"),

@@ -212,7 +212,9 @@ def test_parts_of_text_are_put_together_and_others_refused():
     text.append({"type": "image_url", "image_url": "x.png"})
     error = refused(row, template="chat")
     assert "no text" in str(error)
-    assert "message 1" in error.where
+    assert "message 1" in error.where and "write <image> in the text" in error.remedy
+    text[-1] = {"type": "input_audio", "input_audio": {}}
+    assert "leave out rows" in refused(row, template="chat").remedy
 
 
 @pytest.mark.parametrize(
