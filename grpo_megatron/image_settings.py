@@ -53,7 +53,9 @@ class ImageSettings:
         most = _pixels(processor, "max_pixels", "longest_edge", default=28 * 28 * 1280)
         if least > most:
             raise _unfit("min_pixels", least, f"at most max_pixels, which is {most}")
-        rescale_factor = processor.get("rescale_factor") or 1 / 255
+        rescale_factor = processor.get("rescale_factor")
+        if rescale_factor is None:
+            rescale_factor = 1 / 255
         if not _is_number(rescale_factor) or rescale_factor <= 0:
             raise _unfit("rescale_factor", rescale_factor, "a number above 0, usually 1/255")
         settings = cls(

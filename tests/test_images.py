@@ -72,6 +72,7 @@ def test_colours_without_a_mean_are_refused():
         ({"image_std": [0.5, 0.5, float("nan")]}, "image_std is not three numbers"),
         ({"image_std": [0, 0, 0]}, "image_std = [0, 0, 0], expected three numbers above 0"),
         ({"rescale_factor": "1/255"}, "rescale_factor = '1/255', expected a number above 0"),
+        ({"rescale_factor": 0}, "rescale_factor = 0, expected a number above 0"),
         ({"patch_size": 32}, "patch_size = 32, expected 14, as vision_config"),
         ({"merge_size": 1}, "merge_size = 1, expected 2, as vision_config"),
         ({"temporal_patch_size": 1}, "temporal_patch_size = 1, expected 2, as vision_config"),

@@ -112,16 +112,13 @@ def _show_domain(
     say: Say,
 ) -> Sequence[Prompt]:
     """Show the first prompts of a domain, and return them."""
+    say(f"domain {domain.name}, from {domain.path or domain.dataset or domain.source}")
     if images is None:
         problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
     else:
+        _warn_of_no_images(domain, config, say)
         problems = _first_seen(domain, config, images, say)
     refuse_bad_responses(config, domain, problems, are_all=False)
-    say(f"domain {domain.name}, from {domain.path or domain.dataset or domain.source}")
-    if images is not None:
-        warning = lack_of_images(domain, iterate_problems(domain, config.seed))
-        if warning is not None:
-            say(f"warning: {warning}")
     if tokenizer is None:
         prompts = _text_only(domain, problems)
     else:
@@ -153,6 +150,12 @@ def _show_domain(
             say(f"reward {name} of the {judged}: {words}")
     say("")
     return prompts
+
+
+def _warn_of_no_images(domain: DomainConfig, config: RunConfig, say: Say) -> None:
+    warning = lack_of_images(domain, iterate_problems(domain, config.seed))
+    if warning is not None:
+        say(f"warning: {warning}")
 
 
 def _first_seen(
@@ -409,9 +412,9 @@ def _judges_answers(component: Component) -> bool:
     """Whether a reward compares the completion with the answer, by itself: not one that looks at
     the completion alone or asks a server. A box in pixels of the file is no completion where those
     of the image as the model sees it are scaled."""
-    if component.reward.function is box_iou and "size_fields" in component.reward.arguments:
-        return False
     reward = component.reward
+    if reward.function is box_iou and "size_fields" in reward.arguments:
+        return False
     needs_a_completion = any(name in reward.context for name in _OF_COMPLETIONS)
     return not (needs_a_completion or reward.is_async) and _reads_answer(reward.function)
 

@@ -32,8 +32,8 @@ MARK = "<image>"
 _READERS = 4
 """Threads that decode images: Pillow works beside other threads."""
 _AS_URI = 'base 64 goes into a URI: "data:image/png;base64,…" in the place of the name or the table'
-_LONGEST_NAME = 1024
-"""Characters. What is longer is the image itself, and no path."""
+_LONGEST_NAME = 255
+"""Characters that messages show of a path. What is longer is likely the image itself."""
 _SHOWN = 60
 _NAMED = 20
 """Refused rows that the log names, of each domain."""
@@ -273,10 +273,17 @@ def _bytes_of(source: Any, domain: DomainConfig) -> bytes:
         return _of_data_uri(source)
     if "://" in source:
         raise DataError(
-            f"an image is at {source!r}, and a run loads nothing from the network",
+            f"an image is at {_beginning(source)!r}, and a run loads nothing from the network",
             remedy="download the images and give their paths",
         )
     return _of_file(domain, source)
+
+
+def _beginning(name: str) -> str:
+    """A name as messages show it."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_SHOWN]}… ({len(name)} characters)"
 
 
 def _of_bytes(content: Any) -> bytes:
@@ -328,8 +335,8 @@ def _of_file(domain: DomainConfig, name: str) -> bytes:
         "set image_folder of the domain to the folder that paths begin in, or leave the row out"
     )
     if len(name) > _LONGEST_NAME:
-        shown = f"{str(path)[:_SHOWN]}… ({len(name)} characters)"
-        remedy = _AS_URI
+        shown = _beginning(name)
+        remedy = f"{remedy}; {_AS_URI}"
     causes = (OSError, ValueError)  # ValueError: of a path with a NUL
     with raised_as(DataError, f"no image at {shown}", causes, remedy=remedy):
         return path.read_bytes()

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,17 +105,14 @@ class SlurmSteps:
         self.check()
 
     def check(self) -> None:
-        """Have every node read a file that this one writes into the run directory, with as many
-        tasks as the run's widest step has on a node.
+        """Have every node read a file that this one writes into the run directory, on nodes that
+        train with a task for each rank.
 
         Raises SetupError with the nodes that see none, or another directory, and where Slurm makes
         no such step."""
         shared_file = self.run_dir.endpoints / _SHARED_FILE_PROBE
         shared_file.touch()
-        for nodes in self.components:
-            tasks_per_node = 1
-            if self.nodes[0] in nodes:  # the trainer's
-                tasks_per_node = self._ranks_per_node
+        for nodes, tasks_per_node in self._probes():
             done = subprocess.run(
                 [
                     *self._srun(nodes, tasks_per_node, f"--job-name={_SHARED_FILE_PROBE}"),
@@ -144,6 +141,17 @@ class SlurmSteps:
                 remedy="set runs_dir to a file system that all nodes share; "
                 "containers must mount it",
             )
+
+    def _probes(self) -> Iterator[tuple[list[str], int]]:
+        """Yield the nodes of each step that looks for the file, and its tasks on each of them."""
+        that_train = self.nodes[: self.placement.trainer_nodes]
+        for component in self.components:
+            training = [node for node in component if node in that_train]
+            others = [node for node in component if node not in that_train]
+            if training:
+                yield training, self._ranks_per_node
+            if others:
+                yield others, 1
 
     def trainers(self) -> list[ChildProcess]:
         """Return one step for all ranks."""

@@ -170,7 +170,6 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     why = "a tiny random model of the same family"
     if stand_ins.model_is_given:
         why = "the given model"
-    is_here = config.model.path is not None and config.model.path.exists()
     is_replaced = _replaces_model(config, stand_ins)
     if is_replaced:
         changes.set("model.preset", None, why)
@@ -208,7 +207,7 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
         changes.set("preferences.reference", str(stand_ins.other_model), "a random reference")
     if config.critic is not None and config.critic.path is not None:
         like_the_policy = stand_ins.model
-        if config.model.path is not None and is_here and not stand_ins.model_is_given:
+        if config.model.path is not None and not is_replaced:
             like_the_policy = config.model.path
         changes.set("critic.path", str(like_the_policy), "a checkpoint as large as the policy")
     if config.distillation is not None:

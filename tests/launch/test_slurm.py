@@ -1086,14 +1086,43 @@ def test_not_every_failure_is_the_file_systems(tmp_path, monkeypatch, says, word
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(SlurmSteps, "__init__", lambda self: None)
     monkeypatch.setattr(SlurmSteps, "_srun", lambda self, *_: ["srun"])
-    monkeypatch.setattr(SlurmSteps, "_ranks_per_node", 2)
     steps = SlurmSteps()
+    steps.config = recipe(placement={"trainer_nodes": 2})
+    steps.placement = steps.config.placement
     steps.nodes = ["node1", "node2"]
     steps.components = [["node1", "node2"]]
     steps.run_dir = RunDir(tmp_path, "1")
     steps.run_dir.endpoints.mkdir(parents=True)
     with pytest.raises(SetupError, match=words):
         steps.check()
+
+
+REFUSED = "srun: error: Unable to create step for job 3: More processors requested than permitted"
+
+
+def test_a_job_without_room_for_its_ranks_starts_nothing(tmp_path, monkeypatch):
+    """Nodes that generate only need a task each."""
+    asked = tmp_path / "asked"
+    (tmp_path / "srun").write_text(
+        f"""#!/bin/sh
+echo "$@" >> {asked}
+case "$*" in *--ntasks-per-node=2*) echo '{REFUSED}' >&2; exit 1;; esac
+"""
+    )
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("grpo_megatron.launch.steps._components", lambda: [["t0", "r0", "r1"]])
+    placement = {"trainer_nodes": 1, "rollout_nodes": 2}
+    run_dir = RunDir(tmp_path, "1")
+    run_dir.create()
+    with pytest.raises(SetupError, match=r"srun starts no step: .*Unable to create step") as caught:
+        SlurmSteps(recipe(placement=placement, trainer={"num_ranks": 2}), run_dir)
+    assert "--ntasks-per-node=2 in SBATCH_FLAGS" in caught.value.remedy
+    asked.unlink()
+    SlurmSteps(recipe(placement=placement, trainer={"num_ranks": 1}), run_dir)
+    [training, others] = asked.read_text().splitlines()
+    assert "--nodelist=t0 " in training and "--ntasks-per-node=1 " in training
+    assert "--nodelist=r0,r1 " in others and "--ntasks-per-node=1 " in others
 
 
 @pytest.mark.parametrize(
