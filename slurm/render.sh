@@ -10,9 +10,33 @@ set -euo pipefail
 site=$1 run=$2 name=$3 trainer_nodes=$4 rollout_nodes=$5 environment_nodes=$6 gpus=$7
 arguments=("${@:8}")
 ((${#arguments[@]})) || arguments=("$run")
-# shellcheck source=/dev/null
-source "$site" >&2  # what it prints is no part of the script
 refuse() { echo "$1" >&2; exit 1; }
+
+# read_names: every NAME of `$NAME`, `${NAME:-…}` and the like that the site reads when it is read;
+# what its functions read, they read on a node.
+read_names() {
+    sed -E '/^ *#/d; /^[A-Za-z_]+ *\(\).*\} *$/d; /^[A-Za-z_]+ *\(\)/,/^\}/d' "$site" |
+        sed 's/\$/\n&/g' | sed -nE 's/^\$\{?([A-Z][A-Z0-9_]*).*/\1/p' | sort -u
+}
+# default_names: those of them that have a default, or must be set
+default_names() {
+    sed 's/\${/\n&/g' "$site" | sed -nE 's/^\$\{([A-Z][A-Z0-9_]*):?[-?].*/\1/p' | sort -u
+}
+declare -A environment=()  # what the site reads of it
+for setting in $(read_names); do
+    if [[ $(declare -p "$setting" 2>/dev/null) == "declare -x"* ]]; then
+        environment[$setting]=${!setting}
+    fi
+done
+
+# What the site prints is no part of the script. It need not care for unset variables, nor for the
+# exit code of its last line.
+set +u
+trap 'echo "its line $LINENO failed with exit code $?: $BASH_COMMAND" >&2' ERR
+# shellcheck source=/dev/null
+source <(cat "$site"; printf '\n:\n') >&2
+trap - ERR
+set -u
 declare -F activate >/dev/null || refuse "activate() is missing: what a shell on a node needs first"
 
 # seconds LIMIT: of a time as sbatch takes it: D-H[:M[:S]], H:M:S, M:S or M
@@ -169,18 +193,20 @@ fi
 
 if [[ ! ${TIME_LIMIT:-} ]]; then echo '# The site has no TIME_LIMIT: 60 minutes.'; fi
 
-# What the site's file sets or takes from the environment has the values that it has now; secrets
-# stay there, from where sbatch passes them on.
+# What the site takes from the environment has the values that it has now, also when the job is
+# resumed from another shell; secrets stay there, from where sbatch passes them on. A setting with a
+# default has its own value: what the default is made of may be another one later.
 printf '\n# --- the site: %s\n' "$site"
-# names: NAME of `NAME=…`, and every NAME of `${NAME:-…}` and the like, one may be set by the other
-names() {
-    sed -nE 's/^(export )?([A-Z][A-Z0-9_]*)=.*/\2/p' "$site"
-    sed 's/\${/\n&/g' "$site" | sed -nE 's/^\$\{([A-Z][A-Z0-9_]*):?[-?].*/\1/p'
-}
-names | sort -u | while read -r setting; do
-    # those of Slurm are the job's own
-    if [[ $setting == *@(KEY|TOKEN|SECRET|PASSWORD)* || $setting == SLURM_* ]]; then continue; fi
-    if [[ ${!setting+set} ]]; then printf '%s=%q\n' "$setting" "${!setting}"; fi
+for setting in $(default_names); do
+    if [[ ${!setting+set} ]]; then environment[$setting]=${!setting}; fi
+done
+for setting in $(printf '%s\n' "${!environment[@]}" | sort); do
+    case $setting in
+        *KEY* | *TOKEN* | *SECRET* | *PASSWORD*) continue ;;
+        # each node's and job's own
+        SLURM_* | *_VISIBLE_DEVICES | TMPDIR | HOSTNAME | HOME | USER | PWD | OLDPWD) continue ;;
+    esac
+    printf 'export %s=%q\n' "$setting" "${environment[$setting]}"
 done
 cat "$site"
 printf '\nslurm_notice_s=%s  # that of --signal above\n' "$notice"

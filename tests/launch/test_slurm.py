@@ -978,6 +978,83 @@ def test_what_a_setting_is_made_of_is_kept_too(given, tmp_path, monkeypatch, cap
     assert done.stdout == "/mine/one /of/the/job\n"
 
 
+OF_THE_ENVIRONMENT = """PARTITION=gpu
+# $IN_A_COMMENT
+activate() {
+    : "$ON_A_NODE"
+}
+quoted() { echo "'$1$ON_A_NODE'"; }
+IMAGE=$MY_IMAGES/x.sif MOUNTS=${MY_MOUNTS}
+FLAGS="$FLAGS --more"
+"""
+
+
+def site_part(tmp_path, capsys, text: str) -> list[str]:
+    """Lines of the rendered script from the site on, up to the end of the site's own."""
+    site = tmp_path / "own.env"
+    site.write_text(text)
+    assert main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.partition("# --- the site")[2].splitlines()[1:]
+    [end] = [n for n, line in enumerate(lines) if line.startswith("slurm_notice_s=")]
+    return lines[:end]
+
+
+def test_a_resumed_job_has_the_sites_environment_of_the_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MY_IMAGES", "/first")
+    monkeypatch.setenv("MY_MOUNTS", "/a b")
+    monkeypatch.setenv("FLAGS", "--one")
+    monkeypatch.setenv("ON_A_NODE", "here")
+    of_site = site_part(tmp_path, capsys, OF_THE_ENVIRONMENT)
+    kept = of_site[: of_site.index("PARTITION=gpu")]
+    assert kept == ["export FLAGS=--one", "export MY_IMAGES=/first", "export MY_MOUNTS=/a\\ b"]
+    shown = 'echo "$IMAGE $MOUNTS $FLAGS"; env'
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*of_site, shown])],
+        env={"MY_IMAGES": "/later", "FLAGS": "--another"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *exported = done.stdout.splitlines()
+    assert first == "/first/x.sif /a b --one --more"
+    assert "MY_IMAGES=/first" in exported
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[[ $CLUSTER == b ]] && export NCCL_SOCKET_IFNAME=ib0", "A=$NEVER_SET", "((0)) || false || :"],
+)
+def test_a_site_need_not_care_for_unset_variables_or_its_last_line(
+    tmp_path, monkeypatch, capsys, line
+):
+    monkeypatch.delenv("CLUSTER", raising=False)
+    assert line in site_part(tmp_path, capsys, OWN_SITE.format("") + line + "\n")
+
+
+def test_a_line_of_a_site_that_fails_is_named(tmp_path, capsys):
+    code, _, said = rendered(tmp_path, capsys, "source /nowhere/modules.sh", "A=1")
+    assert code == 2 and "modules.sh: No such file" in said
+    code, _, said = rendered(tmp_path, capsys, "A=1", "test -d /nowhere")
+    [number] = re.findall(r"its line (\d+) failed with exit code 1: test -d /nowhere", said)
+    assert (tmp_path / "own.env").read_text().splitlines()[int(number) - 1] == "test -d /nowhere"
+
+
+@pytest.mark.parametrize("script", sorted(p.stem for p in (assets.root() / "slurm").glob("*.sbatch")))
+def test_a_script_says_that_it_cannot_read_its_site(tmp_path, script):
+    text = (assets.root() / "slurm" / f"{script}.sbatch").read_text(encoding="utf-8")
+    if "$SITE" not in text:
+        assert "train.sbatch" in text  # which it runs
+        return
+    done = subprocess.run(
+        ["bash", assets.root() / "slurm" / f"{script}.sbatch"],
+        env={"PATH": os.environ["PATH"], "SITE": str(tmp_path / "none.env")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3 and f"SITE={tmp_path}/none.env cannot be read" in done.stderr
+
+
 def test_a_waiting_job_has_no_logs_yet(job_state, capfd):
     assert submit() == 0
     assert main(["logs", "runs/demo"]) == 0
