@@ -1039,14 +1039,10 @@ def test_a_line_of_a_site_that_fails_is_named(tmp_path, capsys):
     assert (tmp_path / "own.env").read_text().splitlines()[int(number) - 1] == "test -d /nowhere"
 
 
-@pytest.mark.parametrize("script", sorted(p.stem for p in (assets.root() / "slurm").glob("*.sbatch")))
-def test_a_script_says_that_it_cannot_read_its_site(tmp_path, script):
-    text = (assets.root() / "slurm" / f"{script}.sbatch").read_text(encoding="utf-8")
-    if "$SITE" not in text:
-        assert "train.sbatch" in text  # which it runs
-        return
+@pytest.mark.parametrize("name", ["convert", "doctor", "prove", "serve", "train"])
+def test_a_script_says_that_it_cannot_read_its_site(tmp_path, name):
     done = subprocess.run(
-        ["bash", assets.root() / "slurm" / f"{script}.sbatch"],
+        ["bash", assets.root() / "slurm" / f"{name}.sbatch"],
         env={"PATH": os.environ["PATH"], "SITE": str(tmp_path / "none.env")},
         capture_output=True,
         text=True,
