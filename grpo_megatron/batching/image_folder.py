@@ -17,20 +17,26 @@ class ImageFolder:
 
     def __init__(self, path: Path):
         self.path = path
+        self._kept: set[str] = set()
 
     def keep(self, content: bytes) -> str:
-        """Write the bytes of an image, unless they are there; returns their digest.
+        """Write the bytes of an image, unless the folder has them; returns their digest. What an
+        earlier process left is read once, and replaced where it is damaged.
 
         Not durably: a run that begins anew keeps them again. Threads may keep the same image."""
         digest = digest_of(content)
-        file = self.path / digest
-        if file.exists() and file.stat().st_size == len(content):
-            return digest
+        if digest not in self._kept:
+            self._write_unless_there(self.path / digest, content)
+            self._kept.add(digest)
+        return digest
+
+    def _write_unless_there(self, file: Path, content: bytes) -> None:
+        if file.exists() and file.read_bytes() == content:
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as partial:
             partial.write(content)
         Path(partial.name).replace(file)
-        return digest
 
     def read(self, digest: str) -> bytes:
         """The bytes of an image. DataError where they are not there, or are others."""

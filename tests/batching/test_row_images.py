@@ -95,3 +95,12 @@ def test_a_folder_notices_other_bytes(tmp_path):
         folder.read(digest)
     with pytest.raises(DataError, match="is not there"):
         folder.link_to(ImageFolder(tmp_path / "other"), ["0" * 64])
+
+
+def test_a_run_that_begins_anew_mends_its_images(tmp_path):
+    """Else each step that is deleted and sampled anew has the damaged image again."""
+    digest = ImageFolder(tmp_path).keep(b"some bytes")
+    (tmp_path / digest).write_bytes(b"10 as well")
+    anew = ImageFolder(tmp_path)
+    assert anew.keep(b"some bytes") == digest
+    assert anew.read(digest) == b"some bytes"
