@@ -108,24 +108,19 @@ class SlurmSteps:
         """Have every node read a file that this one writes into the run directory, on nodes that
         train with a task for each rank.
 
-        Raises SetupError with the nodes that see none, or another directory, and where Slurm makes
+        Raises SetupError with all nodes that see none, or another directory, and where Slurm makes
         no such step."""
         shared_file = self.run_dir.endpoints / _SHARED_FILE_PROBE
         shared_file.touch()
+        blind: list[str] = []
+        reasons: list[str] = []
         for nodes, tasks_per_node in self._probes():
+            srun = self._srun(nodes, tasks_per_node, f"--job-name={_SHARED_FILE_PROBE}")
             done = subprocess.run(
-                [
-                    *self._srun(nodes, tasks_per_node, f"--job-name={_SHARED_FILE_PROBE}"),
-                    "cat",
-                    str(shared_file),
-                ],
-                text=True,
-                check=False,
-                capture_output=True,
+                [*srun, "cat", str(shared_file)], text=True, check=False, capture_output=True
             )
             if done.returncode == 0:
                 continue
-            blind = sorted(set(re.findall(r"error: (\S+): tasks? ", done.stderr)))
             said = re.findall("^.*cat: (.*)", done.stderr, re.MULTILINE)
             if not said:
                 raise SetupError(
@@ -135,8 +130,12 @@ class SlurmSteps:
                     f"(--exclusive) must give it {tasks_per_node} tasks "
                     f"(--ntasks-per-node={tasks_per_node} in SBATCH_FLAGS)",
                 )
+            blind += re.findall(r"error: (\S+): tasks? ", done.stderr)
+            reasons += said
+        if reasons:
             raise SetupError(
-                f"{', '.join(blind) or 'a node'} cannot read what another wrote: {said[0]}",
+                f"{', '.join(sorted(set(blind))) or 'a node'} cannot read what another wrote: "
+                f"{reasons[0]}",
                 where=str(self.run_dir.root),
                 remedy="set runs_dir to a file system that all nodes share; "
                 "containers must mount it",

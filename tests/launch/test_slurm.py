@@ -1198,6 +1198,25 @@ case "$*" in *--ntasks-per-node=2*) echo '{REFUSED}' >&2; exit 1;; esac
     assert "--nodelist=r0,r1 " in others and "--ntasks-per-node=1 " in others
 
 
+def test_all_nodes_that_do_not_see_the_run_are_named(tmp_path, monkeypatch):
+    """Those that train and those that do not, of which each is asked in a step of its own."""
+    (tmp_path / "srun").write_text(
+        """#!/bin/sh
+echo "cat: $1: No such file" >&2
+case "$*" in *--nodelist=t0*) node=t0;; *) node=r1;; esac
+echo "srun: error: $node: task 0: Exited with exit code 1" >&2
+exit 1
+"""
+    )
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("grpo_megatron.launch.steps._components", lambda: [["t0", "r0", "r1"]])
+    run_dir = RunDir(tmp_path, "1")
+    run_dir.create()
+    with pytest.raises(SetupError, match=r"^r1, t0 cannot read what another wrote: "):
+        SlurmSteps(recipe(placement={"trainer_nodes": 1, "rollout_nodes": 2}), run_dir)
+
+
 @pytest.mark.parametrize(
     "engines", [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "data_parallel_size": 2}]
 )
