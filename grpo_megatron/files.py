@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -60,11 +60,11 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def clear_directory(path: Path, kept: Path) -> None:
-    """Remove what is in a directory but the file `kept`. Of links, as to checkpoints on another
+def clear_directory(path: Path, kept: Collection[Path]) -> None:
+    """Remove what is in a directory but the files `kept`. Of links, as to checkpoints on another
     disk, only the links go. Raises OSError for what cannot be removed."""
     for part in path.iterdir():
-        if part == kept:
+        if part in kept:
             continue
         if part.is_dir() and not part.is_symlink():
             shutil.rmtree(part)

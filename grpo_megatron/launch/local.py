@@ -9,8 +9,8 @@ from grpo_megatron.config.gates import refuse_absent_runs
 from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.errors import GrpoMegatronError, as_own_error
-from grpo_megatron.files import clear_directory
+from grpo_megatron.errors import ConfigError, GrpoMegatronError, as_own_error
+from grpo_megatron.files import clear_directory, write_atomically
 from grpo_megatron.launch.local_gpus import refuse_absent_gpus
 from grpo_megatron.launch.resuming import resolve_resumed, settings_unless_refused
 from grpo_megatron.launch.roles import LocalProcesses
@@ -22,10 +22,18 @@ from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 
 
-def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = False) -> int:
+def train(
+    resolved: ResolvedConfig,
+    *,
+    overwrite: bool = False,
+    in_job: bool = False,
+    stage_fingerprint: str = "",
+) -> int:
     """Run a recipe; returns the exit code. ConfigError where the run exists, unless told to
     `overwrite` it, and where the engines of this machine cannot serve it; SetupError where it has
-    no GPU and the recipe asks for some."""
+    no GPU and the recipe asks for some.
+
+    stage_fingerprint: of the graph's stage that it is, see `stages.records`; empty: of none."""
     run_dir = RunDir(resolved.run_path)
     refuse_missing(resolved.config)
     refuse_absent_runs(resolved.config.gates)
@@ -36,12 +44,27 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     _refuse_unbound(resolved.config)
     with run_lock(run_dir):
         run_dir.refuse_existing(overwrite=overwrite)  # one that has begun since
-        clear_directory(run_dir.root, kept=run_dir.lock)
+        _clear(run_dir)
+        if stage_fingerprint:
+            write_atomically(run_dir.stage_fingerprint, stage_fingerprint)
         return _run(resolved, run_dir, in_job)
 
 
+def _clear(run_dir: RunDir) -> None:
+    """Remove a run. Killed meanwhile it leaves no stage that could go on, and until the end a run
+    that may be replaced."""
+    run_dir.stage_fingerprint.unlink(missing_ok=True)
+    clear_directory(run_dir.root, kept=(run_dir.lock, run_dir.config))
+    run_dir.config.unlink(missing_ok=True)
+
+
 def resume(
-    path: Path, overrides: list[str], *, in_job: bool = False, skip_reward_check: bool = False
+    path: Path,
+    overrides: list[str],
+    *,
+    in_job: bool = False,
+    skip_reward_check: bool = False,
+    stage_fingerprint: str = "",
 ) -> int:
     """Continue a run from its newest complete checkpoint; returns the exit code. ConfigError where
     no run is, which then gets no lock either; raises as `resolve_resumed`, and as `train` does for
@@ -50,10 +73,13 @@ def resume(
 
     in_job: what the recipe names is left to the controller, as the batch script, which this runs
     in, may be outside of the container that has it. skip_reward_check: so are rewards,
-    environments, objective and keys."""
+    environments, objective and keys. stage_fingerprint: of the graph's stage that goes on, which is
+    not at its end whatever its result says; empty: whatever run there is goes on."""
     run_dir = RunDir(path)
     read_resolved(run_dir.config)
     with run_lock(run_dir):
+        if stage_fingerprint:
+            _refuse_another_stage(run_dir, stage_fingerprint)
         resolved = resolve_resumed(run_dir, overrides)
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
@@ -68,8 +94,20 @@ def resume(
                 has_checkpoint=has_checkpoint,
             )
         record_first_settings(run_dir)
+        if stage_fingerprint:
+            run_dir.result.unlink(missing_ok=True)
         with settings_unless_refused(run_dir, overrides):
             return _run(resolved, run_dir, in_job)
+
+
+def _refuse_another_stage(run_dir: RunDir, fingerprint: str) -> None:
+    """ConfigError where another process has begun another stage here since it was looked at."""
+    if run_dir.stage_fingerprint.read_text(encoding="utf-8") != fingerprint:
+        raise ConfigError(
+            "the stage that was to go on has been replaced meanwhile",
+            where=str(run_dir.root),
+            remedy="run the graph again",
+        )
 
 
 def _refuse_unbound(

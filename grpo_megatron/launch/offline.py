@@ -258,7 +258,7 @@ async def offline_trainer(
     Raises RunLockedError where another process computes under this name."""
     scratch = RunDir(run_dir.root.absolute() / "offline" / name)
     with run_lock(scratch):
-        clear_directory(scratch.root, kept=scratch.lock)
+        clear_directory(scratch.root, kept=(scratch.lock,))
         scratch.create()
         if run_dir.model.exists():
             scratch.model.symlink_to(run_dir.model.absolute())

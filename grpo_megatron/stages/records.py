@@ -26,7 +26,8 @@ class State(StrEnum):
 
 
 class Records:
-    """Fingerprints of stages as they were begun; whether one is finished its run directory says."""
+    """Fingerprints of stages as they were begun, each in its run directory, where whoever has the
+    run's lock writes it; whether one is finished the directory says too."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -54,7 +55,7 @@ class Records:
 
     def is_unchanged(self, name: str) -> bool:
         """Whether the stage was begun with what it would begin with now."""
-        file = self.directory.root / name
+        file = self.graph.run_dir(name).stage_fingerprint
         return file.is_file() and file.read_bytes() == self.fingerprint(name).encode()
 
     def _has_ended(self, name: str) -> bool:
@@ -75,10 +76,12 @@ class Records:
         return True
 
     def begin(self, name: str) -> None:
-        """Record what a stage begins with; the result that it may have is gone."""
-        self.graph.run_dir(name).result.unlink(missing_ok=True)  # no longer of this fingerprint
-        self.directory.root.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.directory.root / name, self.fingerprint(name))
+        """Record what a stage begins with that has no process yet; the result that it may have is
+        gone. What else is there must be of this fingerprint, or be made anew whatever is there."""
+        run_dir = self.graph.run_dir(name)
+        run_dir.result.unlink(missing_ok=True)  # no longer of this fingerprint
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_dir.stage_fingerprint, self.fingerprint(name))
 
     def result(self, name: str) -> dict[str, Any]:
         """Return the values of `result.json`; empty before the stage's end. ConfigError where it is

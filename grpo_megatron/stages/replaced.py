@@ -4,21 +4,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.files import remove_directory, write_atomically
+from grpo_megatron.launch import slurm
 from grpo_megatron.stages.records import Records
 
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """A stage as it was; None: it had none."""
+    """A stage as it was.
 
-    record: str | None
+    Attributes:
+        result: Text of its `result.json`; None: it had none.
+        goes_on: Its directory stays."""
+
     result: str | None
     goes_on: bool
 
 
 class ReplacedStages:
-    """Keeps directory, record and result of every stage that begins, until all jobs of a graph are
-    queued."""
+    """Keeps the directory of every stage that begins anew, and the result of one that goes on,
+    until all jobs of a graph are queued."""
 
     def __init__(self, records: Records):
         self._records = records
@@ -28,15 +32,24 @@ class ReplacedStages:
         """Return where the directory that a stage had is kept; no stage has this name."""
         return self._records.directory.root / f".before-{name}"
 
+    def put_back_left(self) -> None:
+        """Put back what a command that was killed has kept, where the stage that was to replace it
+        has no job and did not begin."""
+        for name in self._records.graph.order:
+            run_dir = self._records.graph.run_dir(name)
+            has_begun = (run_dir.logs / "latest").exists()
+            if self.place(name).exists() and not has_begun and slurm.active_job(run_dir) is None:
+                remove_directory(run_dir.root)
+                self.place(name).rename(run_dir.root)
+
     def begin(self, name: str, *, goes_on: bool) -> None:
         """Begin a stage with an empty place for its directory, unless it goes on with what it
         has."""
         run_dir = self._records.graph.run_dir(name)
-        record = self._records.directory.root / name
-        self._earlier[name] = _Earlier(_text(record), _text(run_dir.result), goes_on)
+        self._earlier[name] = _Earlier(_text(run_dir.result), goes_on)
         if not goes_on:
-            record.parent.mkdir(parents=True, exist_ok=True)
-            remove_directory(self.place(name))  # of a command that was killed
+            self._records.directory.root.mkdir(parents=True, exist_ok=True)
+            remove_directory(self.place(name))  # of a stage that has begun since
             if run_dir.root.exists():
                 run_dir.root.rename(self.place(name))
         self._records.begin(name)
@@ -53,11 +66,6 @@ class ReplacedStages:
                 self.place(name).rename(run_dir.root)
         elif earlier.result is not None:
             write_atomically(run_dir.result, earlier.result)
-        record = self._records.directory.root / name
-        if earlier.record is None:
-            record.unlink(missing_ok=True)
-        else:
-            write_atomically(record, earlier.record)
 
     def remove(self) -> None:
         """Remove what is kept: every job is queued."""

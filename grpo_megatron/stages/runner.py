@@ -34,7 +34,9 @@ def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = Non
     with interrupts.installed():
         if only:  # the run's own lock is enough
             return _run_stages(graph, [only], say, interrupts)
-        with run_lock(Records(graph).directory):
+        records = Records(graph)
+        with run_lock(records.directory):
+            ReplacedStages(records).put_back_left()
             return _run_stages(graph, graph.order, say, interrupts)
 
 
@@ -79,11 +81,11 @@ def _not_run_because_of(name: str, stages: Sequence[str]) -> str:
 def _run_stage(
     graph: Graph, records: Records, name: str, interrupts: InterruptForwarder, *, resume: bool
 ) -> int:
-    records.begin(name)
     if graph.table.stages[name].recipe is None:
-        return _merge(graph, name)
+        return _merge(graph, records, name)
     command = [sys.executable, "-m", "grpo_megatron.cli.main", "train"]
     command += graph.recipe_arguments(name)
+    command += ["--stage", records.fingerprint(name)]
     if resume:
         command.append("--resume-if-exists")
     else:
@@ -94,23 +96,26 @@ def _run_stage(
     )
 
 
-def _merge(graph: Graph, name: str) -> int:
+def _merge(graph: Graph, records: Records, name: str) -> int:
     from grpo_megatron.checkpoints.merge import merge_checkpoints  # a login node may lack torch
 
     started = time.monotonic()
     stage = graph.table.stages[name]
     run_dir = graph.run_dir(name)
     try:
-        merge_checkpoints(
-            {graph.part(text): weight for text, weight in stage.parts.items()},
-            run_dir.export,
-            stage.dtype,
-        )
+        with run_lock(run_dir):
+            records.begin(name)
+            merge_checkpoints(
+                {graph.part(text): weight for text, weight in stage.parts.items()},
+                run_dir.export,
+                stage.dtype,
+            )
+            seconds = time.monotonic() - started
+            write_atomically(run_dir.result, f'{{"seconds": {seconds:.1f}}}')
     except GrpoMegatronError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    write_atomically(run_dir.result, f'{{"seconds": {time.monotonic() - started:.1f}}}')
-    if Records(graph).closed_gates(name):
+    if records.closed_gates(name):
         return GateError.exit_code
     return 0
 
@@ -134,6 +139,7 @@ def submit_graph(
     )  # a wrong site must not cost earlier results
     _refuse_what_stages_lack(graph, records, check_rewards=check_rewards)
     with run_lock(records.directory):
+        replaced.put_back_left()
         for name in graph.order:
             state = records.state(name)
             parents = graph.table.stages[name].parents

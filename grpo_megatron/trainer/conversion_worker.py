@@ -238,7 +238,7 @@ def _prepare(job: ConversionJob, target: Target) -> None:
         say(message=f"going on: {done} of {len(target.files)} files are finished")
     else:
         if working.exists():  # the lock is of the process that started us
-            clear_directory(working, kept=working / ".lock")
+            clear_directory(working, kept=(working / ".lock",))
         durable.write_json(plan, identity)
     needed = _num_bytes(_unfinished(target))
     free = shutil.disk_usage(working).free

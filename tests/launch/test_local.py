@@ -8,8 +8,10 @@ import pytest
 
 from grpo_megatron import pretended_cuda
 from grpo_megatron.cli.main import main
-from grpo_megatron.errors import EngineError, SetupError
+from grpo_megatron.config.loader import write_resolved
+from grpo_megatron.errors import EngineError, RewardError, SetupError
 from grpo_megatron.launch import local, local_gpus
+from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
@@ -99,3 +101,73 @@ def test_a_job_is_not_asked_for_gpus(tmp_path, monkeypatch, without_driver):
     assert local.train(resolved, in_job=True) == 0
     with pytest.raises(SetupError):
         local.train(resolved, overwrite=True)
+
+
+@pytest.fixture
+def stage_run(tmp_path, monkeypatch) -> RunDir:
+    """The run of a stage, with a checkpoint and a result; what is started ends at once."""
+    run_dir = RunDir(tmp_path / "demo")
+    run_dir.create()
+    write_resolved(run_dir.config, resolve("demo/gspo-moe-cpu", [f"runs_dir={tmp_path}"]))
+    run_dir.stage_fingerprint.write_text("before")
+    run_dir.result.write_text("{}")
+    (run_dir.checkpoints / "file").touch()
+    monkeypatch.setattr(local, "_run", lambda *_: 0)
+    return run_dir
+
+
+def train_stage(run_dir: RunDir, *flags: str) -> int:
+    return main(
+        ["train", "demo/gspo-moe-cpu", f"runs_dir={run_dir.root.parent}", "--stage", *flags]
+    )
+
+
+def test_a_stage_is_recorded_where_the_run_before_it_is_gone(stage_run):
+    assert train_stage(stage_run, "after", "--overwrite") == 0
+    assert stage_run.stage_fingerprint.read_text() == "after"
+    assert not (stage_run.checkpoints / "file").exists()
+
+
+def test_a_run_that_is_no_stage_replaces_one(stage_run):
+    assert (
+        main(["train", "demo/gspo-moe-cpu", f"runs_dir={stage_run.root.parent}", "--overwrite"])
+        == 0
+    )
+    assert not stage_run.stage_fingerprint.exists()
+
+
+def test_what_is_refused_leaves_a_stage_as_it_was(stage_run, monkeypatch):
+    def refuse(*_, **__):
+        raise RewardError("no such module", where="domains.0")
+
+    monkeypatch.setattr(local, "_refuse_unbound", refuse)
+    assert train_stage(stage_run, "after", "--overwrite") == RewardError.exit_code
+    assert train_stage(stage_run, "before", "--resume-if-exists") == RewardError.exit_code
+    with run_lock(stage_run):
+        assert train_stage(stage_run, "after", "--overwrite") == RewardError.exit_code
+    assert stage_run.stage_fingerprint.read_text() == "before"
+    assert stage_run.result.exists() and (stage_run.checkpoints / "file").exists()
+
+
+def test_a_stage_that_goes_on_is_the_one_that_began(stage_run, capsys):
+    assert train_stage(stage_run, "another", "--resume-if-exists") == 2
+    assert "has been replaced meanwhile" in capsys.readouterr().err
+    assert stage_run.result.exists()
+    assert train_stage(stage_run, "before", "--resume-if-exists") == 0
+    assert not stage_run.result.exists() and (stage_run.checkpoints / "file").exists()
+
+
+def test_a_run_that_was_half_removed_is_no_stage_and_can_be_replaced(stage_run, monkeypatch):
+    def is_killed(path, kept):
+        for part in path.iterdir():
+            if part.is_file() and part not in kept:
+                part.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(local, "clear_directory", is_killed)
+        with pytest.raises(KeyboardInterrupt):
+            local._clear(stage_run)
+    assert not stage_run.stage_fingerprint.exists()
+    assert train_stage(stage_run, "after", "--overwrite") == 0
+    assert stage_run.stage_fingerprint.read_text() == "after"

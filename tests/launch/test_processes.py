@@ -212,7 +212,7 @@ def test_what_links_of_an_earlier_run_point_to_stays(tmp_path):
     (other_disk / "step_000001").mkdir(parents=True)
     run_dir.checkpoints.symlink_to(other_disk)
     run_dir.export.symlink_to(tmp_path / "gone")
-    clear_directory(run_dir.root, kept=run_dir.lock)
+    clear_directory(run_dir.root, kept=(run_dir.lock,))
     assert [path.name for path in run_dir.root.iterdir()] == [".lock"]
     assert (other_disk / "step_000001").is_dir()
 

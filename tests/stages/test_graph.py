@@ -30,6 +30,7 @@ from grpo_megatron.stages import runner
 from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.interrupts import InterruptForwarder
 from grpo_megatron.stages.records import Records, State
+from grpo_megatron.stages.replaced import ReplacedStages
 from grpo_megatron.stages.runner import run_graph, submit_graph
 
 GRAPH = """
@@ -488,7 +489,7 @@ def test_an_evaluation_is_done_without_an_export(graph_file):
 def test_a_record_that_is_no_text_is_of_other_inputs(graph_file):
     graph = load_graph(graph_file)
     finish(graph, "base", plus=0.7)
-    (Records(graph).directory.root / "base").write_bytes(b"\xff\xfe\x00")
+    graph.run_dir("base").stage_fingerprint.write_bytes(b"\xff\xfe\x00")
     assert states(graph)["base"] == "ready"
 
 
@@ -769,6 +770,55 @@ def test_what_a_job_that_has_not_ended_replaced_is_kept_and_named(graph_file, sl
     kept = graph.root / "records" / ".before-base"
     assert "job 1 of stage base has not ended" in caught.value.remedy
     assert str(kept) in caught.value.remedy and (kept / "result.json").exists()
+
+
+def test_what_a_killed_submission_has_kept_is_put_back(graph_file, slurm_tools):
+    graph = a_changed_graph(graph_file, ("base",))
+    before = states(graph)
+    ReplacedStages(Records(graph)).begin("base", goes_on=False)  # and no further
+    assert not graph.run_dir("base").export.exists()
+    (slurm_tools / "refused").write_text("1")
+    with pytest.raises(ConfigError, match="invalid account"):
+        submit_graph(load_graph(graph_file), "bare", print)
+    assert graph.run_dir("base").result.exists() and graph.run_dir("base").export.exists()
+    assert states(load_graph(graph_file)) == before
+
+
+def test_what_a_stage_that_has_begun_has_replaced_is_not_put_back(graph_file, slurm_tools):
+    graph = a_changed_graph(graph_file, ("base",))
+    replaced = ReplacedStages(Records(graph))
+    replaced.begin("base", goes_on=False)
+    (graph.run_dir("base").root / "logs" / "latest").mkdir(parents=True)
+    ReplacedStages(Records(graph)).put_back_left()
+    assert not graph.run_dir("base").export.exists()
+    assert (replaced.place("base") / "export").exists()
+
+
+def test_a_stage_that_did_not_get_to_start_is_no_stage_that_goes_on(
+    graph_file, tmp_path, monkeypatch
+):
+    """It would end at once, with the weights of what it was to replace."""
+    graph = a_changed_graph(graph_file, ("base",))
+    fails = tmp_path / "fails"
+    fails.write_text('#!/bin/sh\necho "$@" > "$0.arguments"; exit 10\n')
+    fails.chmod(0o755)
+    monkeypatch.setattr(runner.sys, "executable", str(fails))
+    assert run_graph(graph, print, only="base") == 10
+    given = (tmp_path / "fails.arguments").read_text().split()
+    assert given[-3:] == ["--stage", Records(graph).fingerprint("base"), "--overwrite"]
+    assert states(load_graph(graph_file))["base"] == "ready"
+    changed(graph_file, 'settings = ["seed=4"]', "")
+    assert states(load_graph(graph_file))["base"] == "done"
+
+
+def test_a_merge_waits_for_nobody(graph_file, capfd):
+    graph = load_graph(graph_file)
+    for name in ("base", "one", "two"):
+        finish(graph, name, plus=0.7)
+    with run_lock(graph.run_dir("soup")):
+        assert run_graph(graph, print, only="soup") == RunLockedError.exit_code
+    assert "is being written by" in capfd.readouterr().err
+    assert states(graph)["soup"] == "ready"
 
 
 def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch):
