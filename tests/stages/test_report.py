@@ -25,7 +25,6 @@ from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.report import write_report
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.samples import write_samples
-from tests.stages.browser import WHY_NOT, Browser
 from tests.stages.report_runs import RESULT, RESULT_TEXT, TURNS, samples_of, write_run
 from tests.stages.test_graph import GRAPH, finish
 
@@ -309,15 +308,6 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     ):
         assert main(["report", *arguments]) == 2
         assert words in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if WHY_NOT:
-        pytest.skip(WHY_NOT)
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 PLOTS = """

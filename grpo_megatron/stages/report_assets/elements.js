@@ -17,13 +17,13 @@ const svg = (tag, attributes, ...children) => element(t => document.createElemen
 
 const isNumber = value => typeof value === "number";
 
-/** Four digits; what is not known is a dash. */
-function show(value) {
+/** Up to `digits` digits; what is not known is a dash. */
+function show(value, digits = 4) {
   if (!isNumber(value)) return "–";
-  const size = Math.abs(value);
+  const size = Math.abs(value), rounded = Number(value.toPrecision(digits));
   if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
-  return String(Number(value.toPrecision(4)));
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return rounded.toExponential();
+  return String(rounded);
 }
 const signed = value => (isNumber(value) && value > 0 ? "+" : "") + show(value);
 
