@@ -17,12 +17,12 @@ from grpo_megatron.config.history import record_first_settings
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest
-from grpo_megatron.errors import ConfigError, DataError, RunLockedError, SetupError, raised_as
+from grpo_megatron.errors import ConfigError, RunLockedError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.resuming import resolve_resumed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
-from grpo_megatron.telemetry.metrics import metrics_so_far
+from grpo_megatron.telemetry.metrics import in_short, readable_metrics
 
 _SETTINGS = (
     "PARTITION",
@@ -377,15 +377,18 @@ def lock_owner(run_dir: RunDir) -> str:
 
 def status_line(path: Path, states: JobStates | None = None) -> str:
     """Return one line about a run: its steps, its job, what happened last, or why it failed; and
-    that its metrics are damaged, where they are. states: of jobs, where several are asked for."""
+    which lines of its metrics are damaged. states: of jobs, where several are asked for."""
     run_dir = RunDir(path)
     num_steps = read_resolved(run_dir.config).config.num_steps
+    steps, problems = readable_metrics(run_dir.metrics)
     note = ""
-    try:
-        num_done = str(len(metrics_so_far(run_dir.metrics)))
-    except DataError as error:
+    num_done = "0"
+    if problems:
         num_done = "?"
-        note = f"  {run_dir.metrics.name}: {error.message}"
+        note = f"  {run_dir.metrics.name}: {in_short(problems)}"
+    if steps:
+        # what a machine wrote last may be lost, so that lines are fewer than steps
+        num_done = str(steps[-1]["step"] + 1)
     job = _job_words(job_of(run_dir), states or JobStates())
     return f"{path}  step {num_done}/{num_steps}  {job}  {_last_event_words(run_dir)}{note}"
 

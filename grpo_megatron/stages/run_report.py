@@ -23,7 +23,7 @@ from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.moved_samples import moved_samples
 from grpo_megatron.stages.token_text import Decode, decoder, text_pieces
 from grpo_megatron.telemetry.events import num_damaged_events, read_events
-from grpo_megatron.telemetry.metrics import metrics_so_far
+from grpo_megatron.telemetry.metrics import in_short, readable_metrics
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 
 CURVE_POINTS = 1000
@@ -46,13 +46,15 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
         "result": {},
         "events": [event["kind"] for event in events],
         "kernels": _newest_kernels(events),
-        "steps": [],
+        "metrics": {},
+        "every": 1,
+        "gaps": [],
         "samples": samples,
         "explorer": explorer_coverage(config.objective),
     }
+    found |= _steps(run_dir, notes)
     computed: dict[str, Callable[[], Any]] = {
         "result": lambda: _result(run_dir),
-        "steps": lambda: metrics_so_far(run_dir.metrics),
         "recorded": lambda: _recorded_steps(config, run_dir),
         "memory": lambda: plan_of(config, worst_only=True).worst.parts,
         "ppo": lambda: asdict(comparison_of(config)),
@@ -65,10 +67,41 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
             reason = str(error).splitlines()[0]
             notes.append(f"{part}: {reason}")
     found["notes"] = notes
-    steps = found.pop("steps")
-    found["every"] = len(steps) // CURVE_POINTS + 1
-    found["metrics"] = _curves(_thinned(steps, found["every"]))
     return found
+
+
+def _steps(run_dir: RunDir, notes: list[str]) -> dict[str, Any]:
+    """Return the columns of `metrics`, how many steps lie between two of their rows (`every`), and
+    `gaps` (see `_gaps`). Appends to `notes` what cannot be read."""
+    try:
+        steps, problems = readable_metrics(run_dir.metrics)
+    except OSError as error:
+        notes.append(f"steps: {error}")
+        return {}
+    name = run_dir.metrics.name
+    if problems:
+        notes.append(f"steps: left out of {name}: {in_short(problems)}")
+    gaps = _gaps(steps)
+    if gaps:
+        missing = in_short([words for *_, words in gaps])
+        notes.append(f"steps: {name} lacks {missing}: curves are broken there")
+    every = len(steps) // CURVE_POINTS + 1
+    return {"metrics": _curves(_thinned(steps, every)), "every": every, "gaps": gaps}
+
+
+def _gaps(steps: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """Return, where steps are missing, the last one before and the first one after them, and their
+    numbers in words; -1 comes before the first step of a run."""
+    gaps = []
+    before = -1
+    for step in steps:
+        present = step["step"]
+        if present == before + 2:
+            gaps.append((before, present, f"step {before + 1}"))
+        elif present > before + 2:
+            gaps.append((before, present, f"steps {before + 1} to {present - 1}"))
+        before = present
+    return gaps
 
 
 def _result(run_dir: RunDir) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """metrics.jsonl: one line a step, the truth that screens and mirrors copy."""
 
 import contextlib
+import io
 import json
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import write_atomically
@@ -104,7 +106,7 @@ class MetricsWriter:
         path = self._run_dir.metrics
         old = ""
         if path.exists():
-            old = path.read_text(errors="replace")
+            old = _text(path)
         new = ""
         self.last_step = None
         self._names.clear()
@@ -127,7 +129,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise DataError(
             "no metrics there", where=str(path), remedy="give the metrics.jsonl of a run directory"
         )
-    return [record for _, record in _complete(path.read_text(errors="replace"), path)]
+    return [record for _, record in _complete(_text(path), path)]
 
 
 def metrics_so_far(path: Path) -> list[dict[str, Any]]:
@@ -143,6 +145,89 @@ def metrics_so_far(path: Path) -> list[dict[str, Any]]:
     return steps
 
 
+class ReadableMetrics(NamedTuple):
+    """What can be read of a damaged metrics.jsonl.
+
+    Attributes:
+        steps: Records, by ascending step.
+        problems: Of each line that is left out, why: "line 3 is no metrics record"."""
+
+    steps: list[dict[str, Any]]
+    problems: list[str]
+
+
+def readable_metrics(path: Path) -> ReadableMetrics:
+    """Read what can be read of a metrics.jsonl, for a person to look at: what decides by it takes
+    `read_metrics`, which raises. No steps where none has been written yet.
+
+    A last line without its end may be being written, and is left out without a word. Where steps do
+    not ascend, as few lines as possible are left out: one wrong number does not hide the lines
+    behind it."""
+    if not path.is_file():
+        return ReadableMetrics([], [])
+    content = _text(path)
+    numbers: list[int] = []
+    records: list[dict[str, Any]] = []
+    problems = {}  # by the number of the line
+    for number, line in enumerate(_lines(content), start=1):
+        record = _record_in(line)
+        if record is not None:
+            numbers.append(number)
+            records.append(record)
+        elif line.endswith("\n"):
+            problems[number] = f"line {number} is no metrics record"
+    kept = _longest_ascending([record["step"] for record in records])
+    for place in sorted(set(range(len(records))).difference(kept)):
+        number = numbers[place]
+        step = records[place]["step"]
+        problems[number] = f"line {number}, of step {step}, is out of order"
+    if content and not records and not problems:
+        problems[1] = f"nothing in {path.name} is a step's record"
+    return ReadableMetrics(
+        [records[place] for place in kept], [problems[number] for number in sorted(problems)]
+    )
+
+
+def in_short(problems: Sequence[str]) -> str:
+    """Join the first three, and say how many more there are."""
+    told = "; ".join(problems[:3])
+    if len(problems) > 3:
+        told += f"; {len(problems) - 3} more"
+    return told
+
+
+def _longest_ascending(steps: Sequence[int]) -> list[int]:
+    """Return the places of as many steps as possible that ascend; of equal steps the last one."""
+    ends: list[int] = []  # by length: where the sequence ends that can go on with the lowest step
+    previous: list[int | None] = []
+    for place, step in enumerate(steps):
+        length = bisect_left(ends, step, key=lambda end: steps[end])
+        before = None
+        if length:
+            before = ends[length - 1]
+        previous.append(before)
+        ends[length : length + 1] = [place]
+    kept = []
+    last = None
+    if ends:
+        last = ends[-1]
+    while last is not None:
+        kept.append(last)
+        last = previous[last]
+    kept.reverse()
+    return kept
+
+
+def _text(path: Path) -> str:
+    """Read a file without a change to its ends of lines: a damaged byte may look like one."""
+    return path.read_bytes().decode(errors="replace")
+
+
+def _lines(content: str) -> list[str]:
+    """Divide a text at line feeds alone, as editors number lines."""
+    return io.StringIO(content, newline="\n").readlines()
+
+
 def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield lines with their records, by ascending step; one that was being written when its
     process died is left out. Steps may be missing: what a machine wrote last is lost when it goes
@@ -150,7 +235,7 @@ def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises DataError for a line before the last that is no record, and for a step that stands behind
     itself or a later one."""
-    lines = content.splitlines(keepends=True)
+    lines = _lines(content)
     before = -1
     for number, line in enumerate(lines, start=1):
         record = _record_in(line)
@@ -175,9 +260,12 @@ def _record_in(line: str) -> dict[str, Any] | None:
     record = None
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    if isinstance(record, dict) and type(record.get("step")) is int:
-        return record
-    return None
+    if not isinstance(record, dict):
+        return None
+    step = record.get("step")
+    if type(step) is not int or step < 0:
+        return None
+    return record
 
 
 def _kept_normalisers(path: Path) -> dict[str, str]:

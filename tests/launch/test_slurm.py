@@ -1111,6 +1111,25 @@ def test_damaged_metrics_are_told_beside_the_job(job_state, capsys, content):
     assert "step ?/" in said and "job 7 PENDING" in said and "metrics.jsonl: " in said
 
 
+@pytest.mark.parametrize("steps", [[0, 1, 2], [0, 2]])
+def test_the_step_is_that_of_the_newest_line(job_state, capsys, steps):
+    """Lines before it may be lost with the machine that wrote them."""
+    assert submit() == 0
+    lines = [f'{{"step": {step}}}\n' for step in steps]
+    Path("runs/demo/metrics.jsonl").write_text("".join(lines))
+    assert main(["status", "runs/demo"]) == 0
+    said = capsys.readouterr().out
+    assert "step 3/" in said and "metrics.jsonl" not in said
+
+
+def test_a_damaged_line_is_told_beside_the_step(job_state, capsys):
+    assert submit() == 0
+    Path("runs/demo/metrics.jsonl").write_text('{"step": 0}\ndamaged\n{"step": 2}\n')
+    assert main(["status", "runs/demo"]) == 0
+    said = capsys.readouterr().out
+    assert "step 3/" in said and "metrics.jsonl: line 2 is no metrics record" in said
+
+
 def test_a_run_that_failed_says_why(job_state, capsys, monkeypatch):
     def fail(supervisor):
         append_event(supervisor.run_dir.events, "kernels", kernels=[])

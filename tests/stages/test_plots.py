@@ -103,6 +103,7 @@ def test_values_that_differ_by_rounding_are_one_line(page, value):
 
 
 def test_the_scale_of_a_heat_map_tells_its_ends_apart(page):
-    ends = page.run("""const map = heatMap(['layer 0'], [0, 1], [[0.12340, 0.12345]], 'a quantity');
+    ends = page.run("""
+        const map = heatMap(['layer 0'], ['step 0', 'step 1'], [[0.12340, 0.12345]], 'a metric');
         return map.querySelector('.ramp').parentNode.textContent.trim().split(/\\s+/)""")
     assert ends == ["0.1234", "0.12345"]

@@ -207,8 +207,8 @@ def test_what_is_lost_is_left_out(tmp_path, lost):
         ("result.json", b"[" * 200_000, "result: result.json is damaged"),
         ("result.json", b"[1]", "result: result.json is damaged: no table"),
         ("result.json", b"{}", "result: result.json is damaged: no seconds"),
-        ("metrics.jsonl", b"\xff no step", "steps: nothing in metrics.jsonl is a step's record"),
-        ("metrics.jsonl", b"a\nb\n", "steps: this line is no metrics record"),
+        ("metrics.jsonl", b"\xff no step", "steps: left out of metrics.jsonl: nothing in metrics"),
+        ("metrics.jsonl", b"a\nb\n", "steps: left out of metrics.jsonl: line 1 is no metrics"),
         ("samples/step_000001.jsonl", None, "samples: step_000001.jsonl cannot be read to its"),
         ("samples/step_000001.jsonl", b"[" * 200_000, "samples: step_000001.jsonl cannot be read"),
         ("samples/step_000001.jsonl", b"\xff\xfe", "samples: step_000001.jsonl cannot be read"),
@@ -227,6 +227,68 @@ def test_what_is_damaged_is_a_note(tmp_path, damaged, content, note):
     assert bool(run["metrics"]) == (damaged != "metrics.jsonl")
     num_whole = len(samples_of(run_dir.samples / "step_000000.jsonl"))
     assert len(run["samples"]) >= num_whole
+
+
+def lose_lines(run_dir, lost: dict[int, str]) -> None:
+    """Put other texts in the place of lines of metrics, by their number."""
+    lines = run_dir.metrics.read_text().splitlines(keepends=True)
+    for number, text in lost.items():
+        lines[number - 1] = text
+    run_dir.metrics.write_text("".join(lines))
+
+
+def test_curves_go_on_around_a_damaged_line(browser, tmp_path):
+    run_dir = write_run(tmp_path / "run", 7, stored=0)
+    lose_lines(run_dir, {3: '{"step": 2, "rew\n'})
+    page = write_report(str(run_dir.root))
+    run = data_of(page)["runs"][0]
+    assert run["metrics"]["step"] == [0, 1, 3, 4, 5, 6]
+    assert run["notes"] == [
+        "steps: left out of metrics.jsonl: line 3 is no metrics record",
+        "steps: metrics.jsonl lacks step 2: curves are broken there",
+    ]
+    plots = plots_of(browser, page)
+    assert plots["Entropy"]["curves"] == 2 and plots["Entropy"]["points"] == 0
+    assert "line 3 is no metrics record" in browser.run(ABSENT)
+
+
+def test_curves_are_broken_where_steps_are_missing(browser, tmp_path):
+    """Thinned curves too; of a heat map the missing steps are one grey column."""
+    run_dir = write_run(tmp_path / "run", 12, stored=0)
+    lose_lines(run_dir, {1: "", 4: "", 5: "", 6: "", 8: ""})
+    page = write_report(str(run_dir.root))
+    [note] = data_of(page)["runs"][0]["notes"]
+    assert note == (
+        "steps: metrics.jsonl lacks step 0; steps 3 to 5; step 7: curves are broken there"
+    )
+    plots = plots_of(browser, page)
+    assert plots["Entropy"]["curves"] == 2 and plots["Entropy"]["points"] == 1  # 1-2, 6, 8-11
+    assert browser.run("return document.querySelector('.heat canvas').width") == 7 + 2
+    chosen = """const select = [...document.querySelectorAll('select')].find(
+            select => [...select.options].some(option => option.text === 'policy/entropy'));
+        select.value = 'policy/entropy';
+        select.dispatchEvent(new Event('change'));
+        const figures = [...document.querySelectorAll('figure.plot')];
+        return figures[figures.length - 1].querySelectorAll('polyline').length"""
+    assert browser.run(chosen) == 2
+    read = """const canvas = document.querySelector('.heat canvas');
+        const move = key => canvas.dispatchEvent(new KeyboardEvent('keydown', {key}));
+        arguments[0].forEach(move);
+        return document.querySelector('[role=status]').textContent"""
+    assert browser.run(read, ["ArrowLeft"] * 4) == "layer 0, step 7: –"
+    assert browser.run(read, ["ArrowLeft"] * 2) == "layer 0, steps 3 to 5: –"
+    assert browser.run(read, ["ArrowLeft"]).startswith("layer 0, step 2: 0")
+
+
+def test_thinned_curves_are_broken_where_steps_are_missing(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_megatron.stages.run_report.CURVE_POINTS", 4)
+    run_dir = write_run(tmp_path / "run", 12, stored=0)
+    lose_lines(run_dir, {7: ""})
+    page = write_report(str(run_dir.root))
+    run = data_of(page)["runs"][0]
+    assert run["every"] == 3 and run["metrics"]["step"] == [1, 4, 8, 11]
+    plots = plots_of(browser, page)
+    assert plots["Entropy"]["curves"] == 2
 
 
 def test_damaged_events_are_a_note(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import subprocess
@@ -15,7 +16,12 @@ from hypothesis import strategies as st
 from grpo_megatron.errors import DataError
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event, read_events
-from grpo_megatron.telemetry.metrics import NONFINITE, MetricsWriter, read_metrics
+from grpo_megatron.telemetry.metrics import (
+    NONFINITE,
+    MetricsWriter,
+    read_metrics,
+    readable_metrics,
+)
 
 
 @pytest.fixture
@@ -152,6 +158,64 @@ def test_a_damaged_line_in_the_middle_is_named(run_dir):
         read_metrics(run_dir.root / "other.jsonl")
 
 
+@pytest.mark.parametrize("damage", [b"{", b"\xff\xfe", b"\x0c", b"\r", b"\x85", b""])
+def test_a_person_sees_what_is_readable_around_a_damaged_line(run_dir, damage):
+    """Its number is that of an editor, whatever a bit has become."""
+    fill(run_dir, range(5))
+    lines = run_dir.metrics.read_bytes().splitlines(keepends=True)
+    for number in (1, 3):
+        lines[number] = lines[number].replace(b",", damage, 1)
+    run_dir.metrics.write_bytes(b"".join(lines))
+    steps, problems = readable_metrics(run_dir.metrics)
+    assert [record["step"] for record in steps] == [0, 2, 4]
+    assert problems == ["line 2 is no metrics record", "line 4 is no metrics record"]
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
+        read_metrics(run_dir.metrics)
+
+
+def test_a_person_is_told_of_a_damaged_last_line_but_not_of_one_that_is_being_written(run_dir):
+    fill(run_dir, range(2))
+    whole = run_dir.metrics.read_text()
+    run_dir.metrics.write_text(f"{whole}{whole[:20]}")
+    assert len(readable_metrics(run_dir.metrics).steps) == 2
+    assert readable_metrics(run_dir.metrics).problems == []
+    run_dir.metrics.write_text(f"{whole}{whole[:20]}\n")
+    assert readable_metrics(run_dir.metrics).problems == ["line 3 is no metrics record"]
+
+
+@pytest.mark.parametrize("content", ["", "no step", "{}"])
+def test_a_file_without_a_step_is_empty_or_told(run_dir, content):
+    assert readable_metrics(run_dir.metrics) == ([], [])
+    run_dir.metrics.write_text(content)
+    told = ["nothing in metrics.jsonl is a step's record"]
+    assert readable_metrics(run_dir.metrics) == ([], told if content else [])
+
+
+@settings(max_examples=100, deadline=None)
+@given(order=st.lists(st.integers(0, 9), max_size=8))
+def test_as_few_lines_as_possible_are_left_out_where_steps_do_not_ascend(tmp_path_factory, order):
+    file = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in order))
+    steps, problems = readable_metrics(file)
+    kept = [record["step"] for record in steps]
+    longest = 0
+    for size in range(len(order) + 1):
+        for chosen in itertools.combinations(order, size):
+            if list(chosen) == sorted(set(chosen)):
+                longest = size
+    assert kept == sorted(set(kept)) and len(kept) == longest
+    assert len(problems) == len(order) - longest
+
+
+def test_one_wrong_number_hides_no_line_behind_it(run_dir):
+    fill(run_dir, range(5))
+    text = run_dir.metrics.read_text().replace('{"step": 1,', '{"step": 900,')
+    run_dir.metrics.write_text(text)
+    steps, problems = readable_metrics(run_dir.metrics)
+    assert [record["step"] for record in steps] == [0, 2, 3, 4]
+    assert problems == ["line 2, of step 900, is out of order"]
+
+
 @pytest.mark.parametrize("order", [[0, 1, 1], [0, 2, 1], [1, 0, 2], [0, 1, 1, 2]])
 def test_steps_that_do_not_ascend_are_named(run_dir, order):
     """A line that somebody has copied would count as a step more."""
@@ -185,7 +249,9 @@ def test_a_last_line_without_its_end_is_a_step(run_dir):
     assert steps_of(run_dir) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("line", ["[" * 200_000, '{"step": true}', '{"step": 1.5}', "3"])
+@pytest.mark.parametrize(
+    "line", ["[" * 200_000, '{"step": true}', '{"step": 1.5}', '{"step": -1}', "3"]
+)
 def test_a_line_that_is_no_record_is_named(run_dir, line):
     fill(run_dir, range(2))
     whole = run_dir.metrics.read_text()

@@ -80,8 +80,9 @@ function digitsOf(values) {
   return Math.min(Math.max(Math.ceil(Math.log10(largest([low, high]) / (high - low))) + 3, 4), 15);
 }
 
-/** series: [{label, points: [[step, value]]}] with a finite value at least once each; null is a gap. */
-function chart(title, series, notes = []) {
+/** series: [{label, points: [[step, value]]}] with a finite value at least once each; null breaks a
+ *  curve. gaps: [last step before, first step after, words] of missing steps, which do so too. */
+function chart(title, series, notes = [], gaps = []) {
   const finite = series.flatMap(s => s.points.filter(p => isNumber(p[1])));
   const xs = [...new Set(finite.map(p => p[0]))].sort((a, b) => a - b);
   const canLog = finite.every(p => p[1] > 0) && finite.length > 1;
@@ -122,7 +123,7 @@ function chart(title, series, notes = []) {
     marks.map(([mark, label]) => [svg("line", { class: "axis", x1: left, x2: WIDTH - right, y1: y(mark), y2: y(mark) }),
       svg("text", { x: left - LABEL_GAP, y: y(mark) + 4, "text-anchor": "end" }, label)]).flat(),
     steps.map(s => svg("text", { x: x(s), y: HEIGHT - 6, "text-anchor": "middle" }, String(s))),
-    series.flatMap((s, i) => runs(s.points).map(run => (run.length === 1
+    series.flatMap((s, i) => runs(s.points, gaps).map(run => (run.length === 1
       ? svg("circle", { class: "point", cx: x(run[0][0]), cy: y(run[0][1]), r: 2.5, fill: colour(i) })
       : svg("polyline", { class: "curve", stroke: colour(i), "stroke-dasharray": dash(i),
         points: run.map(p => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ") })))),
@@ -156,12 +157,14 @@ function chart(title, series, notes = []) {
 }
 
 /** Unbroken runs of finite points. */
-function runs(points) {
+function runs(points, gaps) {
   const found = [];
-  let run = null;
+  let run = null, last = null;
   for (const point of points) {
+    const isBroken = gaps.some(([before, after]) => last !== null && last <= before && after <= point[0]);
+    last = point[0];
     if (!isNumber(point[1])) run = null;
-    else if (run) run.push(point);
+    else if (run && !isBroken) run.push(point);
     else found.push(run = [point]);
   }
   return found;
@@ -174,7 +177,7 @@ function ramp(share) {
   return "rgb(" + RAMP[i].map((low, c) => Math.round(low + (RAMP[i + 1][c] - low) * (place - i))).join(" ") + ")";
 }
 
-/** values: rows by columns; null is grey. One pixel a cell, scaled up by the page. */
+/** rowNames, columns: names. values: rows by columns; null is grey. One pixel a cell, scaled up by the page. */
 function heatMap(rowNames, columns, values, what) {
   const finite = values.flat().filter(isNumber), low = least(finite);
   const high = most(finite), digits = digitsOf(finite);
@@ -186,7 +189,7 @@ function heatMap(rowNames, columns, values, what) {
     context.fillRect(c, r, 1, 1);
   }));
   let r = 0, c = columns.length - 1;
-  const tell = () => { readout.textContent = `${rowNames[r]}, step ${columns[c]}: ${show(values[r][c], digits)}`; };
+  const tell = () => { readout.textContent = `${rowNames[r]}, ${columns[c]}: ${show(values[r][c], digits)}`; };
   canvas.addEventListener("pointermove", event => {
     const box = canvas.getBoundingClientRect();
     c = Math.min(Math.max(Math.floor((event.clientX - box.left) / box.width * columns.length), 0), columns.length - 1);
@@ -205,7 +208,7 @@ function heatMap(rowNames, columns, values, what) {
   const scale = el("span", { class: "ramp", style: `background: linear-gradient(90deg, ${[0, .25, .5, .75, 1].map(ramp).join(", ")})` });
   return el("div", { class: "plot" }, el("div", { class: "heat" },
     el("ol", null, rowNames.map(name => el("li", null, name))), canvas,
-    el("span"), el("span", { class: "head" }, el("span", null, "step " + columns[0]), el("span", null, "step " + columns[columns.length - 1]))),
+    el("span"), el("span", { class: "head" }, el("span", null, columns[0]), el("span", null, columns[columns.length - 1]))),
   el("figcaption", null, show(low, digits), " ", scale, " ", show(high, digits)), readout);
 }
 

@@ -38,7 +38,7 @@ function curvesOf(run) {
       else if (!finite) absent.push(`${title}: no value of ${name} is finite (${points.length} skipped).`);
       else if (finite < points.length) notes.push(`${points.length - finite} of ${points.length} values of ${name} are not finite: skipped.`);
     }
-    if (series.length) plots.push(chart(title, series, notes));
+    if (series.length) plots.push(chart(title, series, notes, run.gaps));
   }
   return el("div", null, run.every > 1 ? el("p", { class: "muted" }, `One step in ${run.every} is drawn, the last one and those with an evaluation.`) : null,
     el("div", { class: "grid" }, plots), otherMetric(run),
@@ -52,9 +52,17 @@ function otherMetric(run) {
   if (!names.length) return null;
   const place = el("div", { class: "grid" });
   const select = el("select", { change: () => place.replaceChildren(
-    ...(select.value ? [chart(select.value, [{ label: select.value, points: pointsOf(run, select.value) }])] : [])) },
+    ...(select.value ? [chart(select.value, [{ label: select.value, points: pointsOf(run, select.value) }], [], run.gaps)] : [])) },
   el("option", { value: "" }, "choose one …"), names.map(name => el("option", null, name)));
   return el("div", null, el("p", null, el("label", null, `Any of ${names.length} metrics: `, select)), place);
+}
+
+/** [row, name] of every row of metrics; between them [null, name] where steps are missing. */
+function columnsOf({ metrics: { step: steps }, gaps }) {
+  return steps.flatMap((step, row) => {
+    const missing = gaps.filter(([before, after]) => row && steps[row - 1] <= before && after <= step);
+    return [...missing.map(([, , name]) => [null, name]), [row, "step " + step]];
+  });
 }
 
 /** Metrics by layer as steps x layers; null where there are none. */
@@ -67,10 +75,11 @@ function routingOf(run) {
   const names = Object.keys(kinds).sort();
   if (!names.length) return el("p", { class: "absent" }, "Routing by layer: the run has no metric routing/…/layer_N.");
   const place = el("div");
+  const columns = columnsOf(run);
   const draw = name => {
     const layers = kinds[name].sort((a, b) => a - b);
-    place.replaceChildren(heatMap(layers.map(layer => "layer " + layer), run.metrics.step,
-      layers.map(layer => run.metrics[`routing/${name}/layer_${layer}`]), "routing/" + name));
+    const values = layers.map(layer => columns.map(([row]) => (row === null ? null : run.metrics[`routing/${name}/layer_${layer}`][row])));
+    place.replaceChildren(heatMap(layers.map(layer => "layer " + layer), columns.map(([, name]) => name), values, "routing/" + name));
   };
   const select = el("select", { "aria-label": "quantity", change: () => draw(select.value) }, names.map(name => el("option", null, name)));
   select.value = names.find(name => name.includes("slot_flip_rate")) || names[0];
