@@ -211,7 +211,7 @@ def _planned(config: RunConfig, model: str) -> dict[str, int]:
     """Bytes of rank 0 by component, as the planner's closed forms have them."""
     hf, _ = configuration_of(config.model)
     sizes = sizes_of(hf, vocabulary_of(hf, config.model), config.trainer)
-    sizes = replace(sizes, has_reward_head=model == "critic")
+    sizes = replace(sizes, num_scalars=int(model == "critic"))
     overlaps = bool(config.trainer.overlap_communication)
     frozen = has_frozen_routers(config)
     return static_bytes(sizes, 0, 0, frozen_routers=frozen, overlaps=overlaps)

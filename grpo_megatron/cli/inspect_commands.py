@@ -238,7 +238,9 @@ def _print_plan(recipe: str, config: Any, predictor: Any, device: str, as_json: 
 
     found = plan_of(config, device)
     if as_json:
-        publish = {**asdict(found.publish), "seconds": found.publish.seconds}
+        publish = None
+        if found.publish is not None:
+            publish = {**asdict(found.publish), "seconds": found.publish.seconds}
         values = {**asdict(found), "publish": publish, "worst": asdict(found.worst)}
         values["time"] = predictor.as_json(config, found)
         typer.echo(json.dumps(values, indent=2))
@@ -316,12 +318,13 @@ def _print(found: Any) -> None:
         engine.append(f"{name} {size}")
     lines = {
         "fullest rank": f"{found.worst.rank}: {format_size(found.worst.total)}, usable: {usable}",
-        "engine": ", ".join(engine),
     }
+    if engine:
+        lines["engine"] = ", ".join(engine)
     for name, number in found.numbers.items():
         words = name.removesuffix("_bytes").replace("_", " ")
         lines[words] = _number(name, number)
-    if found.usable_bytes is not None:
+    if found.usable_bytes is not None and found.publish is not None:
         lines["publish over the links"] = _publish(found.publish)
     typer.echo()
     print_table(("what", ""), list(lines.items()))

@@ -196,7 +196,7 @@ def _no_layout(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -
             "for the trainer"
         )
         remedy = "more GPUs a node, or fewer rollout.num_replicas"
-    elif config.placement.mode == "colocated":
+    elif config.shares_gpus:
         message += " beside engines on the same GPUs"
         share = largest_fitting_share(config, nodes, gpus_per_node, device)
         remedy += ", a larger rollout.tensor_parallel_size, or placement.mode='separate'"

@@ -20,7 +20,7 @@ def trace(source: str, overrides: list[str], *, as_json: bool) -> int:
         raise ConfigError(
             f"a run of kind {config.kind!r} has no training step to trace",
             where="kind",
-            remedy="name a recipe of kind rl, sft or distil",
+            remedy="name a recipe of kind rl, sft, distil, preferences or reward_model",
         )
     if config.critic is not None:
         raise ConfigError(

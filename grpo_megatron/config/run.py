@@ -635,6 +635,14 @@ class RunConfig(Strict):
         return tuple(domain.name for domain in self.domains)
 
     @property
+    def num_scalars(self) -> int:
+        """Scalars that a reward model's head gives for a token; 0 where the policy is a language
+        model."""
+        if self.kind != "reward_model":
+            return 0
+        return max(len(self.reward_labels), 1)
+
+    @property
     def longest_preference(self) -> int:
         """Tokens of a prompt with an answer; a reward model needs one more to be read at the
         last."""
@@ -658,7 +666,8 @@ class RunConfig(Strict):
     @property
     def shares_gpus(self) -> bool:
         """Whether trainer and engines take turns on the same GPUs."""
-        return self.placement.mode == "colocated" and self.placement.gpus_per_node > 0
+        is_on_gpus = self.placement.gpus_per_node > 0
+        return self.placement.mode == "colocated" and is_on_gpus and self.num_replicas > 0
 
     @property
     def engine_restarts(self) -> int:

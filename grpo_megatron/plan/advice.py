@@ -11,11 +11,10 @@ from grpo_megatron.config.objective import (
 )
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import samples_of_step, vocabulary_of
+from grpo_megatron.plan.memory import samples_of_step, whole_model
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.published_staleness import PUBLISHED_RUNS, published_range
-from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
+from grpo_megatron.plan.weights import weights_of_chunk
 from grpo_megatron.rundir import RunDir, run_that_writes
 
 LEARNING_RATES = (1e-7, 1e-5)
@@ -304,6 +303,5 @@ def _prompts_for(config: RunConfig, samples: int) -> int:
 def num_parameters(config: RunConfig) -> int:
     """Return parameters of the model, without those that are not trained (multi-token
     prediction)."""
-    hf, _ = configuration_of(config.model)
-    whole = sizes_of(hf, vocabulary_of(hf, config.model), TrainerConfig())
+    whole = whole_model(config)
     return sum(weight.numel for weight in weights_of_chunk(whole, 0, 0))

@@ -55,9 +55,12 @@ class Plan:
 
     stages: tuple[RankMemory, ...]
     usable_bytes: int | None  # of a GPU, for the trainer; None on a CPU
-    engine: dict[str, int]  # of a GPU: bytes of weights and KV cache; tokens of a server's cache
-    shares: EngineShares | None  # of a GPU that an engine may take; None on a CPU
-    publish: PublishPlan
+    engine: dict[str, int]
+    """Of a GPU: bytes of weights and KV cache; tokens of a server's cache. Empty without
+    engines."""
+    shares: EngineShares | None
+    """Of a GPU that an engine may take; None on a CPU, and without engines."""
+    publish: PublishPlan | None  # None without engines
     numbers: dict[str, float]  # of the run; tokens and what follows from them at full length
 
     @property
@@ -69,21 +72,13 @@ class Plan:
 def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool = False) -> Plan:
     """Return the plan of a valid recipe; `device` is a name in `devices.toml`. `worst_only`:
     without the stages that another one is always as full as."""
-    hf, _ = configuration_of(config.model)
-    vocab_size = vocabulary_of(hf, config.model)
-    sizes = sizes_of(
-        hf,
-        vocab_size,
-        config.trainer,
-        lora_of(config),
-        has_value_head=config.policy_has_value_head,
-    )
+    sizes = policy_sizes(config)
     memory: int | None = None
     usable: int | None = None
     if config.placement.gpus_per_node:
         memory = device_bytes(device)
         usable = _usable_of_gpu(memory)
-        if config.placement.mode == "colocated":
+        if config.shares_gpus:
             usable -= int(_utilisation(config) * memory)
     work = workload_of(config, sizes)
     pp = config.trainer.pipeline_parallel_size
@@ -91,18 +86,9 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
     if worst_only:
         wanted = sizes.first_stages()
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
-    whole = sizes_of(hf, vocab_size, TrainerConfig(vision_tower=config.trainer.vision_tower))
-    of_engine = _engine_bytes(config, hf, vocab_size)
-    engine = _engine(config, of_engine, memory)
-    shares: EngineShares | None = None
-    if memory is not None:
-        needed = of_engine.beside_cache + config.rollout.max_model_len * of_engine.token
-        fullest = max(rank.total for rank in stages)
-        shares = engine_shares(config, memory, needed, _usable_of_gpu(memory) - fullest)
-    published = engine["weights"]
-    if config.engine_adapters:
-        published = len(config.engine_adapters) * _adapter_bytes(config, hf, vocab_size)
-    numbers = _numbers(config, whole, sizes, work["num_microbatches"])
+    fullest = max(rank.total for rank in stages)
+    engine, shares, publish = _plan_of_engines(config, memory, fullest)
+    numbers = _numbers(config, sizes, work["num_microbatches"])
     if offloads_optimizer(config) and config.trains:
         numbers["optimizer_on_a_host_bytes"] = _host_bytes(config, sizes)
     if config.adapter_domains and sizes.lora is not None and config.placement.gpus_per_node:
@@ -115,9 +101,55 @@ def plan_of(config: RunConfig, device: str = DEFAULT_DEVICE, *, worst_only: bool
         usable,
         engine=engine,
         shares=shares,
-        publish=plan_publish(config, published),
+        publish=publish,
         numbers=numbers,
     )
+
+
+def _plan_of_engines(
+    config: RunConfig, gpu_bytes: int | None, fullest: int
+) -> tuple[dict[str, int], EngineShares | None, PublishPlan | None]:
+    """Return what `Plan` has of engines: `engine`, `shares` and `publish`.
+
+    gpu_bytes: of a GPU's memory, None on a CPU; fullest: bytes of the fullest trainer rank."""
+    if config.num_replicas == 0:
+        return {}, None, None
+    hf, _ = configuration_of(config.model)
+    vocab_size = vocabulary_of(hf, config.model)
+    of_worker = _engine_bytes(config, hf, vocab_size)
+    shares: EngineShares | None = None
+    if gpu_bytes is not None:
+        needed = of_worker.beside_cache + config.rollout.max_model_len * of_worker.token
+        shares = engine_shares(config, gpu_bytes, needed, _usable_of_gpu(gpu_bytes) - fullest)
+    published = of_worker.weights
+    if config.engine_adapters:
+        published = len(config.engine_adapters) * _adapter_bytes(config, hf, vocab_size)
+    engine = _engine(config, of_worker, gpu_bytes)
+    return engine, shares, plan_publish(config, published)
+
+
+def policy_sizes(config: RunConfig, layout: TrainerConfig | None = None) -> Sizes:
+    """Return the sizes of the model that a run's trainer builds: with the head of a reward model,
+    with one of values beside the output layer, with adapters.
+
+    layout: of ranks, where it is not the recipe's."""
+    hf, _ = configuration_of(config.model)
+    if layout is None:
+        layout = config.trainer
+    return sizes_of(
+        hf,
+        vocabulary_of(hf, config.model),
+        layout,
+        lora_of(config),
+        num_scalars=config.num_scalars,
+        has_value_head=config.policy_has_value_head,
+    )
+
+
+def whole_model(config: RunConfig) -> Sizes:
+    """Return the sizes of the same model on one rank, without adapters."""
+    layout = TrainerConfig(vision_tower=config.trainer.vision_tower)
+    return policy_sizes(config.model_copy(update={"lora": None}), layout)
 
 
 def _usable_of_gpu(memory: int) -> int:
@@ -228,6 +260,8 @@ def _remedy_of_shares(config: RunConfig, shares: EngineShares, otherwise: str) -
 @MEMORY_RULES.rule("engine_memory")
 def a_sequence_fits_into_the_cache(config: RunConfig, plan: Plan) -> Violation | None:
     """Refuse engines whose cache is shorter than the longest sequence."""
+    if not plan.engine:
+        return None
     kv_tokens = plan.engine["kv_tokens"]
     longest = config.rollout.max_model_len
     if kv_tokens >= longest:
@@ -275,7 +309,9 @@ def workload_of(config: RunConfig, s: Sizes) -> Workload:
     length = config.rollout.max_model_len
     samples = _samples_of_update(config)
     mine = -(-samples // s.trainer.dp)
-    packed = max(t.max_tokens_per_microbatch // length, 1)
+    if _keeps_pairs(config):
+        mine += mine % 2
+    packed = samples_in_microbatch(config)
     prompt = max(length - config.rollout.max_new_tokens, 0)
     patches_of_sample = prompt * s.symbols.get("patches_of_token", 0)
     return {
@@ -286,6 +322,20 @@ def workload_of(config: RunConfig, s: Sizes) -> Workload:
         "trains": config.trains,
         "patches": min(packed, mine) * patches_of_sample,
     }
+
+
+def samples_in_microbatch(config: RunConfig) -> int:
+    """Return how many samples of full length a micro-batch holds, at least 1; both answers of a
+    pair share one."""
+    count = config.trainer.max_tokens_per_microbatch // config.rollout.max_model_len
+    if _keeps_pairs(config):
+        count -= count % 2
+    return max(count, 1)
+
+
+def _keeps_pairs(config: RunConfig) -> bool:
+    """Whether the samples of a step are pairs of answers, which are never apart."""
+    return config.trains_preferences and config.compares_pairs
 
 
 def _samples_of_update(config: RunConfig) -> int:
@@ -337,7 +387,7 @@ def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMem
     parts |= bytes_of_domains(config, s, stage)
     if config.has_own_critic:
         of_critic = fullest_static(
-            replace(s, has_reward_head=True),
+            replace(s, num_scalars=1),
             stage,
             frozen_routers=has_frozen_routers(config),
             on_gpu=work["on_gpu"],
@@ -395,7 +445,7 @@ def fullest_static(s: Sizes, stage: int, *, frozen_routers: bool, on_gpu: bool) 
 class _Parameters(NamedTuple):
     """Numbers of parameters of a whole model."""
 
-    policy: int  # without adapters
+    policy: int  # without adapters, with heads
     adapters: int  # of all domains, where each has its own
     trained: int  # of both
     critic: int  # of a critic of its own
@@ -411,14 +461,16 @@ def _count_parameters(config: RunConfig, whole: Sizes) -> _Parameters:
     adapters = 0
     trained = _num_trained(weights)
     if config.lora is not None:
-        adapters = _num_trained(weights_of_chunk(replace(whole, lora=config.lora), 0, 0))
+        without_head = replace(whole, lora=config.lora, has_value_head=False)
+        adapters = _num_trained(weights_of_chunk(without_head, 0, 0))
         adapters *= max(1, len(config.adapter_domains))
-        trained = adapters
+        of_head = int(whole.symbols["hidden"]) * whole.has_value_head
+        trained = adapters + of_head
     if not config.trains:
         trained = 0
     critic = 0
     if config.has_own_critic:
-        of_critic = weights_of_chunk(replace(whole, has_reward_head=True), 0, 0)
+        of_critic = weights_of_chunk(replace(whole, num_scalars=1), 0, 0)
         critic = sum(weight.numel for weight in of_critic)
     policy = sum(weight.numel for weight in weights)
     return _Parameters(policy, adapters, trained, critic)
@@ -452,9 +504,9 @@ def _store_bytes(config: RunConfig, whole: Sizes, num_tokens: int) -> int:
     return num_tokens * token_bytes
 
 
-def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:
-    """Return what `Plan.numbers` has. whole: the model on one rank; s: on the ranks of the
-    recipe."""
+def _numbers(config: RunConfig, s: Sizes, num_microbatches: int) -> dict[str, float]:
+    """Return what `Plan.numbers` has. s: the model on the ranks of the recipe."""
+    whole = whole_model(config)
     element = s.symbols["element"]
     parameters = _count_parameters(config, whole)
     found: dict[str, float] = {
@@ -466,12 +518,16 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     num_waits = s.trainer.pipeline_parallel_size - 1  # of a stage, in micro-batches of a chunk
     num_computed = num_microbatches * s.num_chunks
     tokens = samples_of_step(config) * config.rollout.max_model_len
-    return found | {
+    found |= {
         "microbatches_per_update": num_microbatches,
         "bubble_fraction": num_waits / (num_computed + num_waits),
         "tokens_per_step": tokens,
         "computed_tokens_per_step": _computed_tokens(config),
-        "publish_bytes": bytes_of(weights_of_chunk(whole, 0, 0), config.rollout.fp8, element),
+    }
+    if config.num_replicas:
+        published = weights_of_chunk(replace(whole, has_value_head=False), 0, 0)
+        found["publish_bytes"] = bytes_of(published, config.rollout.fp8, element)
+    return found | {
         "checkpoint_bytes": _checkpoint_bytes(config, parameters, element),
         "sample_store_bytes": _store_bytes(config, whole, tokens),
     }

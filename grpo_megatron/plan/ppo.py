@@ -124,7 +124,7 @@ def compare(
     policy = sizes_of(hf, vocab_size, trainer)
     parts = {}
     for model in MODELS:
-        sizes = replace(policy, has_reward_head=model in _VALUED)
+        sizes = replace(policy, num_scalars=int(model in _VALUED))
         parts[model] = _parts_by_stage(model, sizes, frozen_routers=frozen_routers, on_gpu=on_gpu)
     ranks_per_stage = trainer.num_ranks // trainer.pipeline_parallel_size
     algorithms = _algorithms(parts, ranks_per_stage)
@@ -140,9 +140,9 @@ def compare(
                 model,
                 is_trained=model in _TRAINED,
                 has_value_head=has_value_head,
-                parameters=_num_parameters(replace(whole, has_reward_head=has_value_head), 0),
+                parameters=_num_parameters(replace(whole, num_scalars=int(has_value_head)), 0),
                 rank_parameters=_num_parameters(
-                    replace(policy, has_reward_head=has_value_head), stage
+                    replace(policy, num_scalars=int(has_value_head)), stage
                 ),
                 parts=of_stages[stage],
                 all_ranks=ranks_per_stage * sum(_rank_bytes(parts, [model])),

@@ -62,7 +62,7 @@ def step_bytes(
     if trains:
         waiting = in_flight(s, stage, num_microbatches)
     logits = 0
-    if stage == t.pipeline_parallel_size - 1:
+    if stage == t.pipeline_parallel_size - 1 and not s.has_reward_head:
         logits = _highest(FORMS["logits"], s)
     embedding = 0
     if stage == 0:

@@ -123,10 +123,12 @@ class _Rank:
         if self.is_last and self.tp > 1:
             if self.splits_sequences:
                 found["all-gather", "tp", self.dtype] += self.whole
-            # maximum, denominator, target and entropy of every token
-            found["all-reduce", "tp", "float32"] += 4 * 4 * self.step.own_policy_tokens
-        if self.is_last and self.cp > 1:  # log-probs and entropies
-            found["all-reduce", "cp", "float32"] += 4 * 2 * self.step.policy_tokens
+            if not self.s.has_reward_head:
+                # maximum, denominator, target and entropy of every token
+                found["all-reduce", "tp", "float32"] += 4 * 4 * self.step.own_policy_tokens
+        if self.is_last and self.cp > 1:  # log-probs and entropies, or at least two scalars
+            numbers = max(self.s.num_scalars, 2)
+            found["all-reduce", "cp", "float32"] += 4 * numbers * self.step.policy_tokens
         self._boundaries(found, "receive", "send")
         return _times(found, num_microbatches)
 

@@ -33,9 +33,14 @@ class Sizes:
     model: Mapping[str, Any]  # `[megatron]` settings of the family
     hf: Mapping[str, Any]
     symbols: Mapping[str, Any]  # sizes on a rank, by their names in the closed forms
-    has_reward_head: bool = False  # a number a token instead of the vocabulary's logits
+    num_scalars: int = 0  # numbers a token instead of the vocabulary's logits; 0: these
     has_value_head: bool = False  # a number a token beside the vocabulary's logits
     lora: LoraConfig | None = None  # adapters are trained, and nothing else
+
+    @property
+    def has_reward_head(self) -> bool:
+        """Whether a reward model's head, or a critic's, is in the place of the output layer."""
+        return self.num_scalars > 0
 
     @property
     def num_chunks(self) -> int:
@@ -105,12 +110,14 @@ def sizes_of(
     trainer: TrainerConfig,
     lora: LoraConfig | None = None,
     *,
+    num_scalars: int = 0,
     has_value_head: bool = False,
 ) -> Sizes:
     """Return sizes from a config.json (or a preset's `[hf]` table) and a layout that obeys the
     rules.
 
-    lora: of a run that trains adapters; has_value_head: of one whose policy has a value head."""
+    lora: of a run that trains adapters; num_scalars: of one whose model answers with so many
+    scalars a token; has_value_head: of one whose policy has a value head."""
     fields = {**model_fields(hf), "vocab_size": vocab_size}
     model = megatron_settings(family_of(hf["model_type"]), fields)
     known = {
@@ -130,7 +137,15 @@ def sizes_of(
         known[name] = -(-total // known.get(divisor, 1))
     known["q_input"] = known.get("q_rank") or known["hidden"]
     fields["model_type"] = hf["model_type"]
-    return Sizes(trainer, model, fields, known, lora=lora, has_value_head=has_value_head)
+    return Sizes(
+        trainer,
+        model,
+        fields,
+        known,
+        num_scalars=num_scalars,
+        has_value_head=has_value_head,
+        lora=lora,
+    )
 
 
 def is_matrix(form: str) -> bool:
@@ -226,7 +241,7 @@ def _output_weights(s: Sizes, *, has_embedding: bool) -> list[Weight]:
     """What makes logits, or a reward, of the last hidden states; nothing where that is the
     embedding and the chunk has it."""
     if s.has_reward_head:
-        return [Weight(s.symbols["hidden"])]  # not split: every TP rank has it
+        return [Weight(s.num_scalars * s.symbols["hidden"])]  # not split: every TP rank has it
     if has_embedding and _is_tied(s):
         return []
     return [_vocabulary_table(s)]

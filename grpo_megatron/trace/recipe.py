@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.plan.memory import lora_of, vocabulary_of
-from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.memory import policy_sizes
 from grpo_megatron.plan.resolve import resolve, resolve_run
-from grpo_megatron.plan.weights import sizes_of
 from grpo_megatron.trace.compare import Comparison, comparisons_of
 from grpo_megatron.trace.loads import load_of, ranks_to_trace, stage_and_place
 from grpo_megatron.trace.step import RankTrace, trace_rank
@@ -39,8 +37,7 @@ def trace_config(config: RunConfig, *, say: Callable[[str], None]) -> RecipeTrac
     # passes that only look on, over a share of the samples, would hide what an update moves
     objective = config.objective.model_copy(update={"monitor_share": 0.0})
     config = config.model_copy(update={"objective": objective})
-    hf, _ = configuration_of(config.model)
-    sizes = sizes_of(hf, vocabulary_of(hf, config.model), config.trainer, lora_of(config))
+    sizes = policy_sizes(config)
     found = RecipeTrace(config.placement.gpus_per_node > 0, [], [])
     for rank in ranks_to_trace(config, sizes):
         started = time.monotonic()

@@ -13,7 +13,7 @@ from grpo_megatron.trace.rank import as_rank  # isort: skip  # before Megatron
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import lora_of, vocabulary_of
+from grpo_megatron.plan.memory import vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.trace.collectives import Collective
@@ -25,10 +25,10 @@ from grpo_megatron.trace.routing import balanced_routes
 from grpo_megatron.trace.samples import write_full_step
 from grpo_megatron.trace.values import DEVICE
 from grpo_megatron.trainer.lora.domain_adapters import DomainAdapters
-from grpo_megatron.trainer.megatron.policy import Policy, build_policy
+from grpo_megatron.trainer.megatron.policy import Policy, policy_of_run
 from grpo_megatron.trainer.megatron.static_bytes import StaticBytes, static_bytes_of
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
-from grpo_megatron.trainer.steps import optimizer_step, token_update
+from grpo_megatron.trainer.steps import optimizer_step, preference_update, token_update
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 
@@ -112,24 +112,16 @@ def trace_rank(config: RunConfig, rank: int, load: Load) -> RankTrace:
 
 
 def _build(config: RunConfig, hf: dict[str, Any]) -> Policy:
-    temperature = 1.0
-    if config.kind != "sft" and not config.trains_preferences:
-        temperature = config.rollout.temperature
-    policy = build_policy(
-        hf,
-        config.trainer,
-        config.optimizer,
-        router_policy=config.routing.router_policy,
-        temperature=temperature,
-        lora=lora_of(config),
-        seed=config.seed,
-    )
+    policy = policy_of_run(config, hf, is_cold=config.cold_start is not None)
     create_adam_state(policy.optimizer)  # there from the second step on
     policy.gather_weights()  # as at the end of every update
     return policy
 
 
 def _train(config: RunConfig, policy: Policy, table: SampleTable) -> None:
+    if config.trains_preferences:  # a later update than the first, which looks at the reference
+        preference_update.train_preferences(config, policy, table, 1, 2)
+        return
     if config.kind != "rl":
         token_update.train_tokens(config, policy, table, config.optimizer, 0, 1)
         return
@@ -163,7 +155,7 @@ def _phases(mode: TraceMode) -> Iterator[None]:
     with ExitStack() as stack:
         for name, phase in _PHASES.items():
             stand_in = _named(getattr(optimizer_step, name), phase, mode)
-            for module in (optimizer_step, token_update):
+            for module in (optimizer_step, preference_update):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, stand_in))
         stack.enter_context(mock.patch.object(optimizer_step, "all_gathered", _stats_of_one))

@@ -35,7 +35,7 @@ from grpo_megatron.trainer.lora import peft_format
 from grpo_megatron.trainer.lora.domain_adapters import DomainAdapters
 from grpo_megatron.trainer.megatron.model_config import why_not_share_prefixes
 from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
-from grpo_megatron.trainer.megatron.policy import Policy, base_tensors, build_policy
+from grpo_megatron.trainer.megatron.policy import Policy, base_tensors, policy_of_run
 from grpo_megatron.trainer.megatron.static_bytes import static_bytes_of
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
 from grpo_megatron.trainer.model_sender import ModelSender, PublishedModel
@@ -130,31 +130,8 @@ class TrainerService:
             self.teachers = Teachers(config, config.distillation, self._load_model)
 
     def _build_policy(self, hf: dict[str, Any]) -> Policy:
-        """Make what is trained next. Adapters and a value head come when a cold start is over."""
-        config = self.config
-        lora = config.lora
-        has_value_head = config.policy_has_value_head
-        if self._is_cold:
-            lora = None
-            has_value_head = False
-        temperature = 1.0
-        if config.kind != "sft" and not config.trains_preferences:
-            temperature = config.rollout.temperature
-        num_scalars = 0
-        if config.kind == "reward_model":
-            num_scalars = max(len(config.reward_labels), 1)
-        return build_policy(
-            hf,
-            config.trainer,
-            config.optimizer,
-            router_policy=config.routing.router_policy,
-            temperature=temperature,
-            lora=lora,
-            seed=config.seed,
-            num_scalars=num_scalars,
-            has_value_head=has_value_head,
-            trains=config.trains,
-        )
+        """Make what is trained next."""
+        return policy_of_run(self.config, hf, is_cold=self._is_cold)
 
     def execute(self, request: AnyRequest) -> Any:
         """Return the answer of `request`, of the type that its class names."""

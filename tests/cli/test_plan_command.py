@@ -28,6 +28,7 @@ COLOCATED = [
     'rollout.engine_arguments=["--gpu-memory-utilization=0.3"]',
 ]
 SMALL, LARGE = "dense/qwen3-8b", "moe/qwen3-235b-a22b"
+PREFERENCES = "stages/tulu3-8b-preferences"
 
 
 def test_json_has_every_component_of_every_stage(capsys):
@@ -63,6 +64,17 @@ def test_text_names_the_fullest_rank(capsys):
     out = capsys.readouterr().out
     assert "fullest rank\t0: " in out and "usable: not known" in out
     assert "parameters\t1,799,552" in out  # 96 tokens: the preset's own tokenizer
+
+
+@pytest.mark.parametrize(("recipe", "has_engines"), [(SMALL, True), (PREFERENCES, False)])
+def test_engines_and_publishes_are_lines_of_runs_that_have_them(capsys, recipe, has_engines):
+    assert main(["plan", recipe]) == 0
+    names = {line.partition("\t")[0] for line in capsys.readouterr().out.splitlines()}
+    of_engines = {"engine", "publish over the links"}
+    assert (names & of_engines == of_engines) is has_engines
+    assert names.isdisjoint(of_engines) is not has_engines
+    assert main(["plan", recipe, "--json"]) == 0
+    assert (json.loads(capsys.readouterr().out)["publish"] is not None) is has_engines
 
 
 def test_a_trainer_that_does_not_fit_is_told_layouts_that_do(capsys):

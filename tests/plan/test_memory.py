@@ -218,6 +218,33 @@ def test_a_run_that_trains_nothing_is_planned_with_its_weights(kind):
     assert without.numbers["trained_parameters"] == 0
 
 
+PREFERENCES = "stages/tulu3-8b-preferences"
+SMALL_ENGINE = ['rollout.engine_arguments=["--gpu-memory-utilization=0.1"]']
+
+
+@pytest.mark.parametrize("kind", ["preferences", "reward_model"])
+def test_a_run_without_engines_has_none_in_its_plan(kind):
+    """Nor is it refused for what an engine would need."""
+    config = resolve(PREFERENCES, SMALL_ENGINE).config.model_copy(update={"kind": kind})
+    found = plan_of(config)
+    assert (found.engine, found.shares, found.publish) == ({}, None, None)
+    assert "publish_bytes" not in found.numbers
+    assert memory_problems(config, found) == []
+
+
+def test_a_supervised_run_has_engines_that_evaluate_it():
+    config = resolve("stages/tulu3-8b-sft", SMALL_ENGINE).config
+    [problem] = memory_problems(config, plan_of(config))
+    assert problem.rule == "engine_memory"
+
+
+def test_a_trainer_without_engines_has_its_gpus_alone():
+    config = resolve(PREFERENCES).config
+    placement = config.placement.model_copy(update={"mode": "colocated"})
+    beside_nothing = config.model_copy(update={"placement": placement})
+    assert plan_of(beside_nothing).usable_bytes == plan_of(config).usable_bytes
+
+
 def test_optimizer_state_on_the_host():
     """GPUs have none of it, hosts all of it and gradients; where there is no GPU it stays."""
     on_gpus = plan_of(resolve("moe/qwen3-30b-a3b").config)

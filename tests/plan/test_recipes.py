@@ -20,19 +20,12 @@ ON_GPUS = [
 
 
 def memory_line(plan: Plan) -> str:
-    trainer, usable, weights, cache = (
-        f"{n / 2**30:.1f}"
-        for n in (
-            plan.worst.total,
-            plan.usable_bytes,
-            plan.engine["weights"],
-            plan.engine["kv_cache"],
-        )
-    )
-    return (
-        f"# Memory: {trainer} of {usable} GiB in the trainer; engine {weights} GiB of weights, "
-        f"{cache} GiB of keys and values."
-    )
+    trainer = f"{plan.worst.total / 2**30:.1f} of {plan.usable_bytes / 2**30:.1f} GiB"
+    if not plan.engine:
+        return f"# Memory: {trainer} in the trainer; no engine."
+    weights = f"{plan.engine['weights'] / 2**30:.1f} GiB of weights"
+    cache = f"{plan.engine['kv_cache'] / 2**30:.1f} GiB of keys and values"
+    return f"# Memory: {trainer} in the trainer; engine {weights}, {cache}."
 
 
 @pytest.mark.parametrize("name", ON_GPUS)

@@ -78,7 +78,7 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
     hf = {"vocab_size": 96, **load_preset(name).hf}
     trainer = TrainerConfig(**layout)
     sizes = sizes_of(hf, hf["vocab_size"], trainer)
-    sizes = replace(sizes, has_reward_head=settings.get("value_head", False))
+    sizes = replace(sizes, num_scalars=int(settings.get("value_head", False)))
     if "lora" in settings:
         sizes = sizes_of(hf, hf["vocab_size"], trainer, LoraConfig(**settings["lora"]))
     sizes = replace(sizes, has_value_head=settings.get("head_beside", False))

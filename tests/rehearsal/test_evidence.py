@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.rehearsal.evidence import cold_started, rewarded
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rehearsal.evidence import at_cluster_scale, cold_started, rewarded
+from grpo_megatron.rehearsal.rehearse import write_site
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 
@@ -54,3 +56,14 @@ def test_a_run_may_be_a_cold_start_alone(tmp_path, num_steps):
     finding = cold_started(run_dir)
     assert finding.holds == (num_steps > 0)
     assert finding.detail == f"{num_steps} optimizer steps"
+
+
+def test_preferences_fit_without_the_cache_of_an_engine(tmp_path):
+    small = ['rollout.engine_arguments=["--gpu-memory-utilization=0.1"]']
+    site = write_site(tmp_path / "site.env")
+    [fits] = [
+        finding
+        for finding in at_cluster_scale(resolve("stages/tulu3-8b-preferences", small), site)
+        if finding.what == "its memory fits by the plan"
+    ]
+    assert fits.holds

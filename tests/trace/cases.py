@@ -149,3 +149,19 @@ _FAULTS = {
     "half gradients": _half_gradients,
     "one more collective": _one_more_collective,
 }
+
+
+def compared_recipe(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Trace a recipe: what differs from its plan, by rank; the passes of each rank's step, and the
+    numbers of what holds them."""
+    found = trace_config(resolve(recipe, overrides).config, say=_nobody)
+    differences = {}
+    for trace, rows in zip(found.traces, found.compared, strict=True):
+        differences[trace.rank] = [row for row in rows if not row.agrees]
+    first = found.traces[0]
+    return {
+        "differences": differences,
+        "passes": [(one.phase, one.num_microbatches) for one in first.passes],
+        "samples": first.load.samples_per_microbatch,
+        "policy_tokens": first.load.policy_tokens,
+    }

@@ -6,14 +6,15 @@ from typing import Any
 
 from grpo_megatron.config.passes import has_reference, num_whole_passes
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.fp8_weights import NUMBER_BYTES
 from grpo_megatron.plan.memory import (
     Plan,
     engine_layout,
     offloads_optimizer,
+    policy_sizes,
     samples_of_step,
     vocabulary_of,
+    whole_model,
 )
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.published_staleness import PublishedRange, published_range
@@ -167,7 +168,7 @@ def predict_run(
         device = CPU
     hf, _ = configuration_of(config.model)
     vocab_size = vocabulary_of(hf, config.model)
-    sizes = sizes_of(hf, vocab_size, config.trainer)
+    sizes = policy_sizes(config)
     machine = Machine(
         constants, constants.device(device), placement.gpus_per_node or config.num_devices
     )
@@ -182,7 +183,7 @@ def predict_run(
         trainer = trainer_seconds(trainer_work(sizes, load, backward_ratio), machine)
         if config.has_own_critic:
             of_critic = replace(load, num_logprob_passes=1)  # its values
-            work = trainer_work(replace(sizes, has_reward_head=True), of_critic, backward_ratio)
+            work = trainer_work(replace(sizes, num_scalars=1), of_critic, backward_ratio)
             trainer = trainer.before(trainer_seconds(work, machine))
     at_once = _sequences_at_once(config, plan, lengths)
     step = StepSeconds(
@@ -194,7 +195,7 @@ def predict_run(
         overlaps=overlaps(config),
     )
     found = _forecast(config, at_once, lengths, step)
-    return _prediction(config, device, lengths, load, sizes, machine, step, vocab_size, hf, found)
+    return _prediction(config, device, lengths, load, sizes, machine, step, found)
 
 
 def overlaps(config: RunConfig) -> bool:
@@ -275,7 +276,9 @@ def _generation_seconds(
 
 def _sequences_at_once(config: RunConfig, plan: Plan, lengths: Lengths) -> int:
     """Return how many sequences an engine has at once: at most what it may run, what the client
-    asks for, and what its cache holds."""
+    asks for, and what its cache holds; 0 without engines."""
+    if not plan.engine:
+        return 0
     cached = int(plan.engine["kv_tokens"] / lengths.total)
     return max(min(asked_at_once(config), cached), 1)
 
@@ -299,14 +302,15 @@ def _weight_share(config: RunConfig) -> float:
 
 def _publish_seconds(config: RunConfig, plan: Plan, machine: Machine) -> float:
     """Over the links, or through the host's memory."""
-    if config.kind not in ("rl", "distil") or not generates(config):
+    publish = plan.publish
+    if publish is None or config.kind not in ("rl", "distil") or not generates(config):
         return 0.0
     if config.publish_carrier == "nccl":
-        return plan.publish.seconds
+        return publish.seconds
     speed = machine.constants["host_bytes_per_s"]
     if machine.device.architecture == "cpu":
         speed = machine.device.link_bytes_per_s
-    return plan.publish.worker_bytes / speed
+    return publish.worker_bytes / speed
 
 
 def _switch_seconds(config: RunConfig, plan: Plan, s: Sizes, machine: Machine) -> float:
@@ -331,8 +335,6 @@ def _prediction(
     sizes: Sizes,
     machine: Machine,
     step: StepSeconds,
-    vocab_size: int,
-    hf: dict[str, Any],
     found: Forecast | None,
 ) -> Prediction:
     trainer = step.trainer
@@ -341,7 +343,7 @@ def _prediction(
     if placement.gpus_per_node:
         num_gpus = placement.num_gpus
     tokens = load.num_samples * lengths.total
-    whole = sizes_of(hf, vocab_size, TrainerConfig())
+    whole = whole_model(config)
     trained = config.batch.epochs * load.computed_share
     squares = load.num_samples * lengths.mean_square
     flops = trained * model_flops(whole, tokens, squares)

@@ -185,6 +185,8 @@ def model_flops(whole: Sizes, tokens: float, squares: float) -> float:
             elements += whole.symbols["top_k"] * expert_elements(whole)
         total += 6 * elements * tokens
         total += 3 * whole.symbols["heads"] * attention_widths(whole) * squares
+    if whole.has_reward_head:
+        return total  # a scalar is one product a token
     of_output: int = whole.symbols["vocabulary"] * whole.symbols["hidden"]
     return total + 6 * of_output * tokens
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.image_settings import ImageSettings
@@ -240,6 +241,33 @@ def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
         config.kv_channels,
         hf["vocab_size"],
         hf.get("tie_word_embeddings", False),
+    )
+
+
+def policy_of_run(config: RunConfig, hf: dict[str, Any], *, is_cold: bool) -> Policy:
+    """Make what a run trains, with random weights. Raises ConfigError as `build_policy`.
+
+    hf: its model's config.json; is_cold: for a cold start, of which adapters and a head of values
+    come when it is over."""
+    lora = config.lora
+    has_value_head = config.policy_has_value_head
+    if is_cold:
+        lora = None
+        has_value_head = False
+    temperature = 1.0
+    if config.kind != "sft" and not config.trains_preferences:
+        temperature = config.rollout.temperature
+    return build_policy(
+        hf,
+        config.trainer,
+        config.optimizer,
+        router_policy=config.routing.router_policy,
+        temperature=temperature,
+        lora=lora,
+        seed=config.seed,
+        num_scalars=config.num_scalars,
+        has_value_head=has_value_head,
+        trains=config.trains,
     )
 
 
