@@ -13,7 +13,7 @@ from grpo_megatron.cli.run_commands import Overrides, flag, print_advice
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.devices import DEFAULT_DEVICE, DEVICES
 
-_MOST_SEARCHED = 16384
+MOST_SEARCHED = 16384
 """GPUs whose layouts are tried, which takes about a minute."""
 config_app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
 objective_app = typer.Typer(
@@ -364,12 +364,12 @@ def _search(config: Any, text: str, predictor: Any, as_json: bool) -> None:
         )
     nodes = int(shape[1])
     gpus_per_node = int(shape[2])
-    if nodes * gpus_per_node > _MOST_SEARCHED:
-        most_nodes = max(_MOST_SEARCHED // gpus_per_node, 1)
+    if nodes * gpus_per_node > MOST_SEARCHED:
+        most_nodes = max(MOST_SEARCHED // gpus_per_node, 1)
         raise ConfigError(
-            f"{text} is more than {_MOST_SEARCHED} GPUs, of which layouts are tried",
+            f"{text} is more than {MOST_SEARCHED} GPUs, of which layouts are tried",
             where="--search",
-            remedy=f"for example --search {most_nodes}x{min(gpus_per_node, _MOST_SEARCHED)}",
+            remedy=f"for example --search {most_nodes}x{min(gpus_per_node, MOST_SEARCHED)}",
         )
     search(config, nodes, gpus_per_node, predictor, as_json=as_json)
 

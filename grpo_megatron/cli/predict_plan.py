@@ -7,19 +7,19 @@ from typing import Any
 
 import typer
 
-from grpo_megatron.cli.inspect_commands import format_size, print_table
+from grpo_megatron.cli.inspect_commands import MOST_SEARCHED, format_size, print_table
 from grpo_megatron.config.engine_places import most_ranks_of_node
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.engine_share import setting_of_share
-from grpo_megatron.plan.memory import Plan, plan_of
+from grpo_megatron.plan.memory import Plan
 from grpo_megatron.plan.search import largest_fitting_share
 from grpo_megatron.plan.search import search as search_layouts
 from grpo_megatron.plan.timing.constants import Constants, constants_with
 from grpo_megatron.plan.timing.lengths import Lengths
 from grpo_megatron.plan.timing.node_split import (
     Split,
-    fewest_gpus,
+    fitting_size,
     node_splits,
     split_points,
     splits_nodes,
@@ -217,22 +217,7 @@ def _search_splits(
         config, nodes, gpus_per_node, predictor.device, predictor.constants, predictor.lengths
     )[:_SHOWN]
     if not splits:
-        placement = config.placement.model_copy(update={"gpus_per_node": gpus_per_node})
-        on_gpus = config.model_copy(update={"placement": placement})
-        needed = fewest_gpus(config, plan_of(on_gpus, predictor.device, worst_only=True))
-        tried = ", ".join(map(str, split_points(nodes, config.placement.trainer_nodes)))
-        remedy = "fewer trainer.max_tokens_per_microbatch, or other numbers of nodes"
-        if needed > nodes * gpus_per_node:
-            remedy = (
-                f"trainer and one engine need about {needed} GPUs: --search "
-                f"{-(-needed // gpus_per_node)}x{gpus_per_node}, or fewer "
-                "trainer.max_tokens_per_microbatch"
-            )
-        raise ConfigError(
-            f"no split of {nodes}x{gpus_per_node} fits; tried trainer nodes: {tried or 'none'}",
-            where="--search",
-            remedy=remedy,
-        )
+        raise _no_split(config, nodes, gpus_per_node, predictor.device)
     if as_json:
         typer.echo(json.dumps([_split_values(split) for split in splits], indent=2))
         return
@@ -260,6 +245,28 @@ def _search_splits(
         "settings",
     )
     print_table(header, shown, labelled=True)
+
+
+def _no_split(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> ConfigError:
+    """Say that no split fits, and a size of which one does."""
+    tried = ", ".join(map(str, split_points(nodes, config.placement.trainer_nodes)))
+    remedy = (
+        f"no number of nodes of {gpus_per_node} GPU(s) that was tried fits: other nodes, another "
+        "--device, or fewer trainer.max_tokens_per_microbatch and a smaller rollout.max_model_len"
+    )
+    found = fitting_size(config, gpus_per_node, MOST_SEARCHED // gpus_per_node, device)
+    if found is not None:
+        trainer_nodes, rollout_nodes = found
+        remedy = (
+            f"--search {trainer_nodes + rollout_nodes}x{gpus_per_node}, of which {trainer_nodes} "
+            f"node(s) that train and {rollout_nodes} with engines fit, or fewer "
+            "trainer.max_tokens_per_microbatch"
+        )
+    return ConfigError(
+        f"no split of {nodes}x{gpus_per_node} fits; tried trainer nodes: {tried or 'none'}",
+        where="--search",
+        remedy=remedy,
+    )
 
 
 def _split_values(split: Split) -> dict[str, Any]:

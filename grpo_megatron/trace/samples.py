@@ -86,7 +86,7 @@ def _write_preferences(
     labels = _LABELS[settings.rows]
     num_groups = num_samples // _num_trained(labels)
     groups: list[RolloutGroup[Completion]] = []
-    rows = []
+    rows: list[SampleRow] = []
     for number in range(num_groups):
         prompt = Prompt(str(number), config.domains[0].name, "", prompt_ids, "")
         groups.append(RolloutGroup(prompt, (answer,) * len(labels), 0))

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from grpo_megatron.config.engine_places import room_for_engines
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.engine_rules import ENGINE_RULES
-from grpo_megatron.plan.memory import Plan, plan_of
+from grpo_megatron.plan.memory import Plan, offloads_optimizer, plan_of
 from grpo_megatron.plan.model_facts import model_facts
+from grpo_megatron.plan.rank_bytes import bytes_per_parameter
 from grpo_megatron.plan.search import fitting, settings_of
 from grpo_megatron.plan.timing.constants import Constants
 from grpo_megatron.plan.timing.lengths import Lengths
 from grpo_megatron.plan.timing.prediction import Prediction, predict_run
+from grpo_megatron.plan.weights import ELEMENT_BYTES
 
 _EVEN_SPLITS = 8
 """Of more nodes, so many splits are tried beside those of powers of two."""
@@ -131,10 +133,44 @@ def _engines(
             yield changed
 
 
-def fewest_gpus(config: RunConfig, plan: Plan) -> int:
-    """Return about how many GPUs a recipe needs at least: for weights (2 bytes a parameter),
-    gradients (4) and optimizer state (12), and for one engine's weights."""
-    assert plan.usable_bytes is not None
-    of_trainer = 18 * plan.numbers["parameters"] / plan.usable_bytes
-    of_engine = 2 * plan.numbers["parameters"] / plan.usable_bytes
-    return int(of_trainer) + 1 + int(of_engine) + 1
+def fitting_size(
+    config: RunConfig, gpus_per_node: int, most_nodes: int, device: str
+) -> tuple[int, int] | None:
+    """Return about the fewest trainer nodes and rollout nodes of which `node_splits` has a split:
+    the smallest power of two of either side. None where at most `most_nodes` have none."""
+    nodes = _powers_of_two(most_nodes)
+    with_engines: RunConfig | None = None
+    rollout_nodes = 0
+    for rollout_nodes in nodes:
+        with_engines = next(_engines(config, rollout_nodes, gpus_per_node, device), None)
+        if with_engines is not None:
+            break
+    if with_engines is None:
+        return None
+    fewest = _fewest_trainer_gpus(with_engines, device) / gpus_per_node
+    for trainer_nodes in nodes:
+        if trainer_nodes < fewest or trainer_nodes + rollout_nodes > most_nodes:
+            continue
+        fits = next(fitting(with_engines, trainer_nodes, gpus_per_node, device), None)
+        if fits is not None:
+            return trainer_nodes, rollout_nodes
+    return None
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Return all up to `most`, ascending."""
+    return [2**power for power in range(most.bit_length())]
+
+
+def _fewest_trainer_gpus(config: RunConfig, device: str) -> float:
+    """Return GPUs without which no layout fits: those that weights, gradients and optimizer state
+    fill, where each is there once."""
+    plan = plan_of(config, device, worst_only=True)
+    assert plan.usable_bytes is not None  # of a placement with GPUs
+    of_one = bytes_per_parameter(ELEMENT_BYTES[config.trainer.precision])
+    of_trained = of_one.gradients
+    if config.trainer.distributed_optimizer and not offloads_optimizer(config):
+        of_trained += of_one.optimizer
+    num_bytes = of_one.weights * plan.numbers["parameters"]
+    num_bytes += of_trained * plan.numbers["trained_parameters"]
+    return num_bytes / plan.usable_bytes

@@ -167,10 +167,27 @@ def test_wrong_arguments_are_told(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_too_few_gpus_for_a_split_are_told(capsys):
-    assert main(["plan", "moe/deepseek-v3", "--search", "2x8"]) == 2
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "shape"),
+    [
+        ("dense/llama-3.3-70b", [], "2x8"),
+        ("dense/llama-3.3-70b", [], "3x2"),
+        ("dense/llama-3.3-70b", ["lora.rank=8"], "2x2"),
+        ("moe/qwen3-235b-a22b", [], "4x8"),
+    ],
+)
+def test_too_few_gpus_for_a_split_are_told_a_size_that_fits(capsys, recipe, overrides, shape):
+    assert main(["plan", recipe, *overrides, "--search", shape]) == 2
     error = capsys.readouterr().err
-    assert "no split of 2x8 fits" in error and "--search " in error
+    assert f"no split of {shape} fits" in error
+    size = error.split("--search ")[-1].partition(",")[0]
+    assert main(["plan", recipe, *overrides, "--search", size]) == 0
+
+
+def test_where_no_number_of_nodes_fits_none_is_told(capsys):
+    assert main(["plan", "moe/deepseek-v3", "--search", "2x1"]) == 2
+    error = capsys.readouterr().err
+    assert "no number of nodes of 1 GPU(s) that was tried fits" in error
 
 
 def test_splits_of_powers_of_two_and_the_own_one_are_tried():
