@@ -24,10 +24,15 @@ class GrpoMegatronError(Exception):
     def __str__(self) -> str:
         text = self.message
         if self.where:
-            text += f"\n  where:  {self.where}"
+            text += "\n" + row_of("  where:  ", self.where)
         if self.remedy:
-            text += f"\n  remedy: {self.remedy}"
+            text += "\n" + row_of("  remedy: ", self.remedy)
         return text
+
+
+def row_of(label: str, text: str) -> str:
+    """Return `text` behind `label`, with its further lines under the first."""
+    return label + text.replace("\n", "\n" + " " * len(label))
 
 
 @contextmanager

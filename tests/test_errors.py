@@ -33,3 +33,15 @@ def test_other_errors_keep_their_kind():
     found = as_own_error(OSError(errno.EACCES, "Permission denied"), EngineError)
     assert type(found) is EngineError and "Permission denied" in str(found)
     assert as_own_error(ValueError("x"), GrpoMegatronError).exit_code == 1
+
+
+def test_further_lines_of_a_remedy_stand_under_its_first():
+    error = GrpoMegatronError("too large", where="a\nb", remedy="use less\nfits: x=1\nfits: x=2")
+    assert str(error).splitlines() == [
+        "too large",
+        "  where:  a",
+        "          b",
+        "  remedy: use less",
+        "          fits: x=1",
+        "          fits: x=2",
+    ]

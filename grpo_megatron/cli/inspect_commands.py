@@ -265,7 +265,7 @@ def _require_memory(recipe: str, config: Any, found: Any, device: str) -> None:
         for row in layouts.search(config, nodes, placement.gpus_per_node, device)[:2]:
             remedies.append(f"fits: {row['settings']}")
     raise ConfigError(
-        "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems),
+        "\n  ".join(f"{p.key} = {p.value}: {p.message}" for p in problems),
         where=recipe,
         remedy="\n".join(remedies),
     )

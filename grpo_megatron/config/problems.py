@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from grpo_megatron.config.secret_values import is_secret_name, without_secrets
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.errors import ConfigError, row_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ConfigProblem:
         )
         for label, text in rows:
             if text:
-                lines.append(f"     {label + ':':<15}{text}")
+                lines.append(row_of(f"     {label + ':':<15}", text))
         return "\n".join(lines)
 
 

@@ -52,7 +52,7 @@ def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
     found = list(TRAINER_RULES.violations(trainer, facts, config=case))
     if found:
         messages = [f"{violation.key}: {violation.message}" for violation in found]
-        raise ConfigError("\n".join(messages), where="command line", remedy=found[0].remedy)
+        raise ConfigError("\n  ".join(messages), where="command line", remedy=found[0].remedy)
 
 
 def _broken_rules(case: Case) -> set[str]:

@@ -115,7 +115,7 @@ def refuse_cpu_engine(config: RunConfig) -> None:
     if found:
         problems = [f"{violation.key}: {violation.message}" for violation in found]
         raise ConfigError(
-            "\n".join(problems),
+            "\n  ".join(problems),
             where="the vLLM that is installed here is its CPU build",
             remedy=found[0].remedy or "run it where vLLM's CUDA build is installed",
         )

@@ -81,6 +81,7 @@ def test_a_trainer_that_does_not_fit_is_told_layouts_that_do(capsys):
     assert main(["plan", SMALL, "trainer.tensor_parallel_size=2"]) == 2
     error = capsys.readouterr().err
     assert "rank 0 (pipeline stage 0) needs" in error
+    assert "\n          fits: " in error  # under the first remedy
     fits = next(line for line in error.splitlines() if "fits: " in line).partition("fits: ")[2]
     assert main(["plan", SMALL, "trainer.tensor_parallel_size=2", *fits.split()]) == 0
 

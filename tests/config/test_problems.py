@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from grpo_megatron.config.loader import load_recipe
-from grpo_megatron.config.problems import InvalidConfigError
+from grpo_megatron.config.problems import ConfigProblem, InvalidConfigError
 from tests.config.conftest import DEMO
 
 
@@ -103,3 +103,11 @@ def test_the_error_survives_a_process_boundary():
 def test_what_is_suggested_exists(override, key, nearest):
     problems, _ = problems_of(DEMO, override)
     assert problems[key].nearest == nearest
+
+
+def test_further_lines_of_a_fix_stand_under_its_first():
+    problem = ConfigProblem("a.b", "too large", "default", remedy="use less\nor more")
+    assert str(problem).splitlines()[-2:] == [
+        "     fix:           use less",
+        "                    or more",
+    ]
