@@ -50,6 +50,8 @@ class RewardConfig(Strict):
         return self.name or self.function.rpartition(":")[2]
 
 
+STEP_ROLES = ("trainer", "engines", "rewards")
+"""What may have something to do in a step."""
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run may be called: its directory is `runs_dir/name`, and never outside of `runs_dir`."""
 
@@ -704,6 +706,19 @@ class RunConfig(Strict):
     def takes_steps(self) -> bool:
         """Whether a run of this kind has steps, and an accuracy before the first of them."""
         return self.trains or self.kind == "experience"
+
+    @property
+    def step_roles(self) -> tuple[str, ...]:
+        """Which of `STEP_ROLES` have a part in the steps of the run: engines have none where a data
+        set is trained, rewards have none where preferences are."""
+        roles = []
+        if self.trains:
+            roles.append("trainer")
+        if self.takes_steps and not self.uses_dataset:
+            roles.append("engines")
+        if self.takes_steps and not self.trains_preferences:
+            roles.append("rewards")
+        return tuple(roles)
 
     @property
     def input_paths(self) -> dict[str, Path]:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -335,7 +335,7 @@ class RLLoop:
         metrics["time/old_logprobs_s"] = report.old_logprobs_s
         metrics["time/step_s"] = sum(seconds.values())
         now = time.monotonic()
-        metrics |= idle_shares(seconds, now - self._step_began)
+        metrics |= idle_shares(seconds, now - self._step_began, self.config.step_roles)
         of_trainer = TrainedSeconds(
             train_s=seconds.get("train", 0.0),
             publish_s=self._pause_s,
@@ -407,15 +407,17 @@ _BUSY_PHASES = {
 """Phases in which each of them has something to do."""
 
 
-def idle_shares(seconds: Mapping[str, float], passed: float) -> dict[str, float]:
-    """Return the share of the `passed` seconds of a step in which trainer, engines and rewards did
-    nothing.
+def idle_shares(
+    seconds: Mapping[str, float], passed: float, roles: Sequence[str]
+) -> dict[str, float]:
+    """Return the share of the `passed` seconds of a step in which each of `roles` did nothing, of
+    trainer, engines and rewards.
 
     seconds: of the step by phase. Sampling ahead counts where its step is trained, not where it
     ran, so that single steps are near the truth and means are the truth."""
     shares = {}
-    for role, phases in _BUSY_PHASES.items():
-        busy = sum(seconds.get(phase, 0.0) for phase in phases)
+    for role in roles:
+        busy = sum(seconds.get(phase, 0.0) for phase in _BUSY_PHASES[role])
         shares[f"idle/{role}"] = max(0.0, 1.0 - busy / passed)
     return shares
 

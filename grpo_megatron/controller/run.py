@@ -232,8 +232,9 @@ class Run:
     # --- training
 
     async def _train(self, state: RunState) -> RunState:
-        """Take the RL steps that are left; returns the state after the last one."""
+        """Take the steps that are left; returns the state after the last one."""
         config = self.config
+        num_earlier = state.step
         with self._telemetry() as (metrics, mirrors):
             metrics.truncate_after(state.step - 1)
             loop = make_rl_loop(
@@ -256,7 +257,8 @@ class Run:
             state = await loop.run()
         totals = loop.phase_seconds.most_common()
         spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in totals)
-        show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
+        num_steps = state.step - num_earlier
+        show("message", text=f"seconds by phase of {num_steps} steps: {spent}")
         return state
 
     @contextlib.contextmanager

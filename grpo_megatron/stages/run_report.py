@@ -13,7 +13,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.gates import read_result
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.objective import ObjectiveConfig
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import STEP_ROLES, RunConfig
 from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.plan.memory import plan_of
 from grpo_megatron.plan.ppo import comparison_of
@@ -49,10 +49,11 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
         "metrics": {},
         "every": 1,
         "gaps": [],
+        "roles": config.step_roles,
         "samples": samples,
         "explorer": explorer_coverage(config.objective),
     }
-    found |= _steps(run_dir, notes)
+    found |= _steps(config, run_dir, notes)
     computed: dict[str, Callable[[], Any]] = {
         "result": lambda: _result(run_dir),
         "recorded": lambda: _recorded_steps(config, run_dir),
@@ -70,7 +71,7 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
     return found
 
 
-def _steps(run_dir: RunDir, notes: list[str]) -> dict[str, Any]:
+def _steps(config: RunConfig, run_dir: RunDir, notes: list[str]) -> dict[str, Any]:
     """Return the columns of `metrics`, how many steps lie between two of their rows (`every`), and
     `gaps` (see `_gaps`). Appends to `notes` what cannot be read."""
     try:
@@ -86,7 +87,11 @@ def _steps(run_dir: RunDir, notes: list[str]) -> dict[str, Any]:
         missing = in_short([words for *_, words in gaps])
         notes.append(f"steps: {name} lacks {missing}: curves are broken there")
     every = len(steps) // CURVE_POINTS + 1
-    return {"metrics": _curves(_thinned(steps, every)), "every": every, "gaps": gaps}
+    columns = _curves(_thinned(steps, every))
+    for role in STEP_ROLES:
+        if role not in config.step_roles:
+            columns.pop(f"idle/{role}", None)  # older runs have it, as if the role were idle
+    return {"metrics": columns, "every": every, "gaps": gaps}
 
 
 def _gaps(steps: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:

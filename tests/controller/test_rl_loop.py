@@ -406,9 +406,13 @@ def test_an_evaluation_is_no_part_of_the_next_step(tmp_path, monkeypatch):
         evaluations_s += 1e6
         return 0.5
 
+    def shares(seconds, step_s, roles) -> dict:
+        passed.append(step_s)
+        return {}
+
     clock = SimpleNamespace(monotonic=lambda: next(ticks) + evaluations_s)
     monkeypatch.setattr(rl_loop, "time", clock)
-    monkeypatch.setattr(rl_loop, "idle_shares", lambda _, step_s: passed.append(step_s) or {})
+    monkeypatch.setattr(rl_loop, "idle_shares", shares)
     loop = make(tmp_path, evaluation={"interval": 2})
     loop.greedy_accuracy = evaluate
     loop.run()

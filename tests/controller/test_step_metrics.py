@@ -19,6 +19,7 @@ from grpo_megatron.types import (
     ScoredGroup,
     VersionSpan,
 )
+from tests.controller.scored_groups import recipe
 from tests.episodes import sequence_of
 
 
@@ -95,10 +96,27 @@ def test_staleness_is_a_share_of_tokens():
 
 def test_who_had_nothing_to_do():
     seconds = {"rollout": 6.0, "reward": 1.0, "train": 2.0, "publish": 0.5, "checkpoint": 0.5}
-    assert idle_shares(seconds, 10.0) == pytest.approx(
+    roles = recipe().step_roles
+    assert idle_shares(seconds, 10.0, roles) == pytest.approx(
         {"idle/trainer": 0.7, "idle/engines": 0.4, "idle/rewards": 0.9}
     )
-    assert idle_shares({"rollout": 12.0}, 10.0)["idle/engines"] == 0  # it began a step earlier
+    began_a_step_earlier = {"rollout": 12.0}
+    assert idle_shares(began_a_step_earlier, 10.0, roles)["idle/engines"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tables", "roles"),
+    [
+        ({"kind": "preferences"}, {"idle/trainer"}),
+        ({"kind": "reward_model"}, {"idle/trainer"}),
+        ({"kind": "sft"}, {"idle/trainer", "idle/rewards"}),
+        ({"kind": "experience"}, {"idle/engines", "idle/rewards"}),
+        ({"kind": "eval"}, set()),
+    ],
+)
+def test_who_has_no_part_in_a_step_is_not_idle(tables, roles):
+    config = recipe(**tables)
+    assert set(idle_shares({"train": 2.0}, 10.0, config.step_roles)) == roles
 
 
 def episode() -> Completion:

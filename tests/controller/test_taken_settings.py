@@ -49,6 +49,19 @@ def test_a_run_that_goes_on_records_its_settings_before_it_trains(run_dir, monke
     assert (event["kind"], event["step"]) == (SETTINGS_TAKEN, 3)
 
 
+def test_an_attempt_tells_the_seconds_of_its_own_steps(run_dir, monkeypatch):
+    told = []
+
+    async def trained() -> RunState:
+        return replace(AFTER_3, step=5)
+
+    loop = SimpleNamespace(run=trained, phase_seconds=Counter(train=4.0))
+    monkeypatch.setattr(run_module, "make_rl_loop", lambda *_, **__: loop)
+    monkeypatch.setattr(run_module, "show", lambda kind, text: told.append(text))
+    asyncio.run(attempt(run_dir)._train(AFTER_3))
+    assert told == ["seconds by phase of 2 steps: train 4"]
+
+
 def test_settings_that_the_sampler_refuses_are_not_taken(run_dir, monkeypatch):
     def refuse(*_, **__):
         raise DataError("the checkpoint's sampler does not fit this run")

@@ -214,6 +214,7 @@ def _metrics(config, groups, rng, skill: float) -> dict[str, float]:
         "time/step_s": 5.5,
         "idle/trainer": 0.4,
         "idle/engines": 0.6,
+        "idle/rewards": 0.9,
         **layers,
     }
 

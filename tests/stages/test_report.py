@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -18,12 +19,16 @@ from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.batching.drift_file import SampleDrift, write_drift
+from grpo_megatron.cli.compare_plan import formula_lines
 from grpo_megatron.cli.main import main
+from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
+from grpo_megatron.plan.ppo import comparison_of
 from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.report import write_report
 from grpo_megatron.telemetry.events import append_event
+from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.samples import write_samples
 from tests.stages.report_runs import RESULT, RESULT_TEXT, TURNS, samples_of, write_run
 from tests.stages.test_graph import GRAPH, finish
@@ -391,16 +396,18 @@ def plots_of(browser, page: Path) -> dict[str, dict]:
     return {plot["title"]: plot for plot in found}
 
 
+def idle_shares_of(browser) -> list[str]:
+    """Rows of the table."""
+    return browser.run("return document.querySelector('.idle table').innerText").split("\n")[1:]
+
+
 def test_one_step_in_a_browser(browser, tmp_path):
     plots = plots_of(browser, write_report(str(write_run(tmp_path / "run", 1).root)))
     assert plots["Reward"]["points"] == 3 and plots["Reward"]["curves"] == 0
     assert {"Entropy", "Gradient norm", "Seconds by phase", "Clipped tokens"} <= plots.keys()
     assert "no metric reference/k1" in browser.run(ABSENT)
     assert browser.run("return document.querySelector('.heat canvas').height") == 6
-    assert browser.run("return document.querySelector('.idle').innerText").split("\n")[-2:] == [
-        "trainer\t\t40 %",
-        "engines\t\t60 %",
-    ]
+    assert idle_shares_of(browser) == ["trainer\t\t40 %", "engines\t\t60 %", "rewards\t\t90 %"]
 
 
 def test_unscorable_steps_in_a_browser(browser, tmp_path):
@@ -412,6 +419,82 @@ def test_unscorable_steps_in_a_browser(browser, tmp_path):
     plots = plots_of(browser, write_report(str(run_dir.root)))
     assert "Reward" not in plots and "Entropy" in plots
     assert "no value of reward/mean is finite (2 skipped)" in browser.run(ABSENT)
+
+
+def test_an_idle_share_that_is_not_known_is_no_zero(browser, tmp_path):
+    run_dir = write_run(tmp_path / "run", 3, stored=0)
+    text = run_dir.metrics.read_text().replace('"idle/engines": 0.6', '"idle/engines": null')
+    first, others = text.split("\n", 1)
+    run_dir.metrics.write_text(
+        first.replace('"idle/trainer": 0.4', '"idle/trainer": null')
+        + "\n"
+        + others.replace('"idle/rewards": 0.9', '"other": 1')
+    )
+    plots_of(browser, write_report(str(run_dir.root)))
+    assert idle_shares_of(browser) == [
+        "trainer\t\t40 %, unknown in 1 of 3 steps",
+        "engines\t\tunknown",
+        "rewards\t\t90 %, unknown in 2 of 3 steps",
+    ]
+
+
+PREFERENCE_STEP = {
+    "response/length_mean": 3.5,
+    "preference/loss": 0.5,
+    "preference/accuracy": 0.9,
+    "preference/reward_chosen": -0.03,
+    "preference/reward_rejected": -0.48,
+    "loss/value": 0.5,
+    "grad/norm": 0.6,
+    "time/train_s": 0.2,
+    "time/step_s": 0.2,
+    "idle/trainer": 0.06,
+}
+PAIR_STEP = {**PREFERENCE_STEP, "preference/margin": 0.45, "preference/logprob_chosen": -17.0}
+IDLE = {"idle/engines": 1.0, "idle/rewards": 1.0}  # as older runs have them
+
+
+@pytest.mark.parametrize(
+    ("tables", "metrics", "titles"),
+    [
+        (
+            {"kind": "preferences", "preferences": {"loss": "dpo"}},
+            PAIR_STEP | IDLE,
+            {
+                "Margin between chosen and rejected answers",
+                "Log-probs of chosen and rejected answers",
+            },
+        ),
+        (
+            {"kind": "reward_model", "preferences": {"loss": "stepwise"}},
+            PREFERENCE_STEP | {"evaluation/accuracy": 0.5},
+            set(),
+        ),
+    ],
+)
+def test_runs_of_preferences_in_a_browser(browser, tmp_path, tables, metrics, titles):
+    """Curves of what they have, no word of what they cannot have, samples without advantages."""
+    run_dir = write_run(tmp_path / "run", 2, stored=0, **tables)
+    run_dir.metrics.unlink()
+    with contextlib.closing(MetricsWriter(run_dir)) as writer:
+        for step in range(3):
+            writer.write(step, metrics)
+    plots = plots_of(browser, write_report(str(run_dir.root)))
+    assert plots.keys() == titles | {
+        "Accuracy",
+        "Rewards of chosen and rejected answers",
+        "Loss",
+        "Gradient norm",
+        "Seconds by phase",
+        "Idle share",
+    }
+    assert plots["Idle share"]["curves"] == 1 and plots["Loss"]["curves"] == 2
+    assert plots["Accuracy"]["curves"] == 1 + ("evaluation/accuracy" in metrics)
+    assert idle_shares_of(browser) == ["trainer\t\t6 %"]
+    told = browser.run("return document.querySelector('main').innerText")
+    assert "the run has no metric routing" in browser.run(ABSENT)
+    assert browser.run(ABSENT).count("the run has no metric") == 1
+    assert tables["preferences"]["loss"] in told and "dvantage" not in told
 
 
 @pytest.mark.parametrize("lost", ["store", "metrics.jsonl"])
@@ -462,6 +545,20 @@ def test_memory_of_ppo_and_grpo(browser, tmp_path):
     ]
     assert rows[0][1] == f"{ppo['models'][0]['parameters']:,}" and rows[2][3:5] == ["–", "–"]
     assert rows[-1][-1] == f"{ppo['algorithms'][-1]['share_of_ppo'] * 100:.1f} %"
+
+
+@pytest.mark.parametrize("expert_parallel_size", [1, 2])
+def test_who_shares_the_optimizer_state_is_said_as_plan_says_it(
+    browser, tmp_path, expert_parallel_size
+):
+    trainer = {"num_ranks": 2, "expert_parallel_size": expert_parallel_size}
+    run_dir = write_run(tmp_path / "run", 1, stored=0, trainer=trainer)
+    comparison = comparison_of(read_resolved(run_dir.config).config)
+    [line] = [line for line in formula_lines(comparison) if "shared" in line]
+    words = line[line.index("is shared by") :]
+    assert ("of experts by" in words) == (expert_parallel_size == 2)
+    plots_of(browser, write_report(str(run_dir.root)))
+    assert f"{words}." in browser.run("return document.querySelector('.memory').textContent")
 
 
 def test_kernels_are_listed_with_their_reason(browser, tmp_path):

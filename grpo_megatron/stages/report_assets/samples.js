@@ -26,10 +26,11 @@ function sampleCard(sample, full) {
       ...Object.entries(sample.components).map(([name, value]) => `${name} ${show(value)}`)].join(" · ")));
 }
 
-/** steps: `recorded` of a run; plain: samples without tokens. */
-function samplesOf(steps, plain) {
+/** steps: `recorded` of a run; plain: samples without tokens. weighs: whether the run has advantages. */
+function samplesOf(steps, plain, weighs) {
   if (!steps.length && !plain.length) return el("p", { class: "absent" }, "No sample was recorded.");
   const pairs = list => el("div", { class: "pair" }, list);
+  if (!weighs) return pairs([...plain].reverse().map(sample => sampleCard(sample, 0)));
   const parts = steps.length ? [...steps].reverse().map(step => {
     const full = most(step.samples.flatMap(s => tokensOf(s).map(t => Math.abs(t[2]))));
     return el("div", null, step.lacks.length ? el("p", { class: "muted" },

@@ -1,23 +1,32 @@
 // The page: a graph of stages if there is one, then a section for every run.
 
+const OF_PREFERENCES = ["preferences", "reward_model"], OF_POLICIES = ["rl", "sft", "distil"];
+const SCORED = [...OF_POLICIES, "experience"], TRAINED = [...OF_POLICIES, ...OF_PREFERENCES];
+
+// names: metrics that runs of `kinds` (where there is no list, of kind rl) have, so that one which is
+// missing is told. more: metrics that are shown in every run that has them; so are names.
 const CHARTS = [
-  { title: "Reward", names: ["reward/mean"], more: /^reward\/.+\/mean$/ },
+  { title: "Reward", names: ["reward/mean"], kinds: SCORED, more: /^reward\/.+\/mean$/ },
   { title: "Reward by domain", more: /^reward\/mean@/ },
-  { title: "Accuracy", names: ["accuracy/pass_at_1"], more: /^(accuracy\/pass_at_group|evaluation\/accuracy)$/ },
+  { title: "Accuracy", names: ["accuracy/pass_at_1"], kinds: SCORED, more: /^(accuracy\/pass_at_group|evaluation\/accuracy|preference\/accuracy)$/ },
   { title: "Accuracy by domain", more: /^accuracy\/pass_at_1@/ },
-  { title: "Response length", names: ["response/length_correct_mean", "response/length_incorrect_mean"] },
+  { title: "Margin between chosen and rejected answers", more: /^preference\/margin$/ },
+  { title: "Rewards of chosen and rejected answers", names: ["preference/reward_chosen", "preference/reward_rejected"], kinds: OF_PREFERENCES },
+  { title: "Log-probs of chosen and rejected answers", more: /^preference\/logprob_(chosen|rejected)$/ },
+  { title: "Lessons", more: /^experience\/(lessons|groups_that_teach|changes)$/ },
+  { title: "Response length", names: ["response/length_correct_mean", "response/length_incorrect_mean"], kinds: SCORED },
   { title: "KL, engine to trainer", names: ["mismatch/k1", "mismatch/k3"] },
   { title: "KL to the reference", names: ["reference/k1", "reference/k3"] },
   { title: "KL of a step", names: ["step/k1"], more: /^(step|update)\/k[12]$/ },
   { title: "Entropy", names: ["policy/entropy"] },
   { title: "Clipped tokens", names: ["clip/region_fraction"], more: /^clip\/(?!.*sample).*fraction$/ },
-  { title: "Gradient norm", names: ["grad/norm"] },
-  { title: "Seconds by phase", names: ["time/step_s"], more: /^time\/[^@]*_s$/ },
+  { title: "Gradient norm", names: ["grad/norm"], kinds: TRAINED },
+  { title: "Seconds by phase", names: ["time/step_s"], kinds: TRAINED, more: /^time\/[^@]*_s$/ },
   { title: "Idle share", more: /^idle\// },
   { title: "Staleness of trained tokens", more: /^staleness\/(seen|predicted)_(mean|max)$/ },
   { title: "Tokens per second", more: /^throughput\// },
   { title: "Prompt tokens from the prefix cache", more: /^prefix_cache\/.*fraction$/ },
-  { title: "Loss", names: ["loss/value"], more: /^(loss\/nll|distillation\/kl)$/ },
+  { title: "Loss", names: ["loss/value"], kinds: TRAINED, more: /^(loss\/nll|distillation\/kl|preference\/loss)$/ },
   { title: "Groups without signal, truncated", more: /^(group\/all_equal_fraction|response\/truncated_fraction)$/ },
 ];
 
@@ -27,8 +36,9 @@ const pointsOf = (run, name) => run.metrics[name].map((value, i) => [run.metrics
 /** Charts of a run, and a line for each that has no data. */
 function curvesOf(run) {
   const known = Object.keys(run.metrics), plots = [], absent = [];
-  for (const { title, names = [], more = null } of CHARTS) {
-    const wanted = [...new Set([...names, ...known.filter(name => more && more.test(name))])];
+  for (const { title, names = [], kinds = ["rl"], more = null } of CHARTS) {
+    const expected = kinds.includes(run.config.kind) ? names : names.filter(name => known.includes(name));
+    const wanted = [...new Set([...expected, ...known.filter(name => more && more.test(name))])];
     const series = [], notes = [];
     for (const name of wanted) {
       const points = known.includes(name) ? pointsOf(run, name) : [];
@@ -97,20 +107,23 @@ function evaluationOf(run) {
     domains.map(([domain, values]) => [domain, show(values.prompts), ...names.map(name => cell(values, name))])));
 }
 
-/** How long trainer, engines and rewards had nothing to do, as a share of all steps. */
+/** How long those that have a part in the steps had nothing to do, as a share of all steps. */
 function idleOf(run) {
-  const rows = ["trainer", "engines", "rewards"].filter(role => run.metrics["idle/" + role]).map(role => {
-    const shares = pointsOf(run, "idle/" + role).map(p => p[1]).filter(isNumber), share = mean(shares);
-    return [role, el("meter", { min: 0, max: 1, value: share, "aria-label": `${role} idle` }), (share * 100).toFixed(0) + " %"];
+  const steps = run.metrics.step.length;
+  if (!run.roles.some(role => run.metrics["idle/" + role])) return null;
+  const rows = run.roles.map(role => {
+    const shares = (run.metrics["idle/" + role] || []).filter(isNumber), share = mean(shares);
+    if (!shares.length) return [role, "", "unknown"];
+    const known = shares.length < steps ? `, unknown in ${steps - shares.length} of ${steps} steps` : "";
+    return [role, el("meter", { min: 0, max: 1, value: share, "aria-label": `${role} idle` }), (share * 100).toFixed(0) + " %" + known];
   });
-  if (!rows.length) return null;
   return el("div", { class: "idle" }, el("h3", null, "Idle share, mean of the steps"), table(["", "", "idle"], rows));
 }
 
 /** Models and algorithms of PPO and GRPO at the run's layout, as `plan --compare ppo` has them. */
 function memoryOf(run) {
   if (!run.ppo) return null;
-  const { models, algorithms, per_parameter: each, num_ranks: ranks } = run.ppo;
+  const { models, algorithms, per_parameter: each, num_ranks: ranks, optimizer_shards: shards, expert_optimizer_shards: ofExperts } = run.ppo;
   const components = ["weights", "gradients", "optimizer", "buffers"];
   const sum = parts => Object.values(parts).reduce((total, part) => total + part, 0);
   const modelRows = models.map(({ model, parameters, parts, all_ranks }) => [model, show(parameters),
@@ -123,7 +136,7 @@ function memoryOf(run) {
     el("p"), table(["algorithm", "models", "a rank", "all ranks", "of PPO"], algorithmRows, [0, 1]),
     el("p", { class: "muted" }, `At ${ranks} trainer rank${ranks === 1 ? "" : "s"}, of the fullest rank of a pipeline stage. `
       + `Trained: ${each.weights} bytes of weights, ${each.gradients} of gradients and ${each.optimizer} of optimizer state a parameter, padded; `
-      + `optimizer state is shared by ${run.ppo.optimizer_shards} rank(s). Critic and reward model: the policy's layers with a value head. `
+      + `optimizer state is shared by ${shards} rank(s)${ofExperts === shards ? "" : `, of experts by ${ofExperts}`}. Critic and reward model: the policy's layers with a value head. `
       + `Left out: activations, KV cache, engine; here the host keeps references.${free}`));
 }
 
@@ -167,6 +180,7 @@ function runSection(run) {
   const ended = Object.keys(result).length > 0;
   return el("section", { id: "stage-" + run.name, "data-run": run.name },
     facts([["model", config.model.preset || config.model.path || "–"], ["kind", config.kind], ["objective", config.kind === "rl" ? config.objective.preset : null],
+      ["loss", OF_PREFERENCES.includes(config.kind) ? config.preferences.loss : null],
       ["steps", `${count} of ${config.num_steps}`],
       ["held-out accuracy before", isNumber(result.before) ? show(result.before) : null], ["held-out accuracy after", isNumber(after) ? show(after) : null],
       ["time", duration(result.seconds)], ["accelerator hours", isNumber(result.accelerator_hours) ? show(result.accelerator_hours) : null],
@@ -177,7 +191,7 @@ function runSection(run) {
     el("h3", null, "Curves"), steps.length ? curvesOf(run) : el("p", { class: "absent" }, "The run has no metrics yet."),
     steps.length ? idleOf(run) : null,
     steps.length ? routingOf(run) : null,
-    el("h3", null, "Samples"), samplesOf(run.recorded || [], run.samples),
+    el("h3", null, "Samples"), samplesOf(run.recorded || [], run.samples, config.kind === "rl"),
     config.kind === "rl" ? [el("h3", null, "A policy update, token by token"), updateOf(run.moved || []),
       el("h3", null, "Advantages of a group"), explorerOf(run), memoryOf(run)] : null,
     kernelsOf(run));
