@@ -285,7 +285,13 @@ def mismatch(
 
 
 def report(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_GRAPH", help="A graph: file or name.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_GRAPH",
+            help="Directory of a run; of a graph its file, or the name of a shipped one.",
+        ),
+    ],
     to: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None,
 ) -> None:
     """Curves, samples, stages, memory as one page, by default report.html beside what it shows."""

@@ -64,15 +64,21 @@ async def _replay(
 
 
 def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator[str]:
-    """Yield a line per metric that both have; per-layer ones only where they differ."""
+    """Yield a line per metric that both have, below a line with the names of the columns; per-layer
+    ones only where they differ. recorded: None was not finite."""
     names = []
     for name in found:
         if name in recorded and not name.startswith(_OTHER_EACH_TIME):
             names.append(name)
-    width = max((len(name) for name in names), default=0)
+    width = max(map(len, ["metric", *names]))
+    if names:
+        yield f"  {'metric':<{width}}  {'recorded':>14}  {'now':>14}  {'change':>9}"
     for name in names:
         before = recorded[name]
         now = found[name]
+        if before is None:
+            yield f"  {name:<{width}}  {'not finite':>14}  {now:>14.8g}  {'–':>9}"
+            continue
         change = abs(now - before)
         if "/layer_" not in name or change > 1e-6 * max(abs(before), 1e-3):
             yield f"  {name:<{width}}  {before:>14.8g}  {now:>14.8g}  {change:>9.2g}"

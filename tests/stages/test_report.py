@@ -361,6 +361,13 @@ def test_a_graph_has_states_gates_and_runs(finished):
     assert [run["name"] for run in data["runs"]] == ["base", "one", "two"]
 
 
+def test_the_help_tells_of_runs_and_graphs(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["report", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Directory of a run" in said and "of a graph its file" in said
+
+
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(Path("runs/mine"), 1)
@@ -633,14 +640,14 @@ return trained.flatMap((group, i) =>
   advantagesBy(name, group, trained.filter((_, j) => j !== i), settings, lengths[i]))"""
 
 
-def explored_batch() -> SampleBatch:
-    """The groups above, in one domain."""
-    flat = [np.nan if reward is None else reward for group in GROUPS for reward in group]
-    ids = torch.tensor([i for i, group in enumerate(GROUPS) for _ in group])
+def explored_batch(groups=GROUPS, lengths=LENGTHS) -> SampleBatch:
+    """Groups, in one domain."""
+    flat = [np.nan if reward is None else reward for group in groups for reward in group]
+    ids = torch.tensor([i for i, group in enumerate(groups) for _ in group])
     return SampleBatch(
         torch.tensor(flat, dtype=torch.float64),
         ids,
-        torch.tensor([length for lengths in LENGTHS for length in lengths]),
+        torch.tensor([length for of_group in lengths for length in of_group]),
         torch.arange(len(ids)),
         torch.zeros(len(ids)).long(),
         torch.ones(len(ids), dtype=torch.bool),
@@ -689,6 +696,30 @@ def test_the_explorer_computes_what_the_library_does(browser, tmp_path, std, cli
             )
             require_explored(browser, name, subset, config, seen_before(mean_reward))
     assert set(browser.run("return Object.keys(ESTIMATORS)")) == set(ESTIMATORS)
+
+
+EQUAL = [[1.0] * 5, [0.0] * 5, [0.25] * 5]
+
+
+@pytest.mark.parametrize("pkpo_baseline", [True, False])
+def test_what_groups_of_equal_rewards_get_is_said_by_estimator(browser, tmp_path, pkpo_baseline):
+    """Beside another group."""
+    objective = {"preset": "grpo", "pkpo_baseline": pkpo_baseline, "passk_k": 2}
+    run_dir = write_run(tmp_path / "run", 1, stored=0, objective=objective)
+    plots_of(browser, write_report(str(run_dir.root)))
+    told = browser.run("return document.querySelector('.explorer > p:last-child').textContent")
+    batch = explored_batch([*EQUAL, [1.0, 0.0]], [[3, 1, 4, 1, 5]] * 3 + [[2, 7]])
+    not_zero = set()
+    for name, choices in ESTIMATORS.items():
+        config = ObjectiveConfig.model_validate(
+            {"advantage": "group", "whiten": "none", **objective, **choices}
+        )
+        advantages = advantages_of(Objective(config, state={}), batch).values
+        if advantages[:15].any():
+            not_zero.add(name)
+    said = re.search(r"all equal gets exactly 0, but from (.*?)\. Adaptive", told)[1]
+    assert {re.sub(r" \(.*", "", part) for part in said.split("), ")} == not_zero
+    assert ("PKPO" in not_zero) != pkpo_baseline and len(not_zero) >= 2
 
 
 def test_every_objective_is_in_the_explorer_or_says_what_it_lacks(browser, tmp_path):

@@ -86,6 +86,7 @@ function pkpo(rewards, { k, baseline, right }) {
   });
 }
 
+// ofEqual: what a group whose rewards are all equal gets, in words; without it, exactly 0.
 const ESTIMATORS = {
   "GRPO": { formula: "(R − mean) / (std of the group + ε)",
     of: (rewards, others, { eps, std }) => over(centred(rewards), deviation(known(rewards), std) + eps) },
@@ -105,14 +106,22 @@ const ESTIMATORS = {
     return middle > 0 ? over(centred(rewards), middle) : rewards.map(() => 0);
   } },
   "pass@k": { formula: "by the number of correct samples: pass@k of k of the group, standardised", of: (rewards, others, settings) => passAtK(rewards, settings) },
-  "PKPO": { formula: "by the number of correct samples: what a sample adds to pass@k", of: (rewards, others, settings) => pkpo(rewards, settings) },
+  "PKPO": { formula: "by the number of correct samples: what a sample adds to pass@k",
+    ofEqual: ({ baseline }) => (baseline ? null : "k / samples of the group where all are correct"), of: (rewards, others, settings) => pkpo(rewards, settings) },
   "Best minus second": { formula: "only the best sample: R − the second best R", of: bestMinusSecond },
   "Best minus second / std": { formula: "only the best sample: (R − the second best R) / (std of the group + ε)",
     of: (rewards, others, { eps, std }) => over(bestMinusSecond(rewards), deviation(known(rewards), std) + eps) },
   "OPO": { formula: "R − mean of the group, every sample weighted by its tokens", of: lengthWeighted },
-  "Batch mean": { formula: "R − mean of all rewards of the domain in the batch", of: batchCentred },
-  "REINFORCE": { formula: "R, without a baseline", of: rewards => rewards.map(reward => (reward === null ? 0 : reward)) },
+  "Batch mean": { formula: "R − mean of all rewards of the domain in the batch", ofEqual: () => "R − that mean", of: batchCentred },
+  "REINFORCE": { formula: "R, without a baseline", ofEqual: () => "R", of: rewards => rewards.map(reward => (reward === null ? 0 : reward)) },
 };
+
+/** What estimators make of a group whose rewards are all equal, in words. */
+function equalRewardsSay(settings) {
+  const others = Object.entries(ESTIMATORS).map(([name, { ofEqual }]) => [name, ofEqual ? ofEqual(settings) : null])
+    .filter(([, words]) => words !== null);
+  return `A group whose rewards are all equal gets exactly 0, but from ${others.map(([name, words]) => `${name} (${words})`).join(", ")}.`;
+}
 
 /** Advantages of a group by the estimator `name`, kept within `settings.clip` on both sides. */
 function advantagesBy(name, rewards, others, settings, lengths) {

@@ -73,5 +73,5 @@ function explorer(groups, settings) {
     el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, el("th", null, "sample"), el("th", { class: "text" }, "reward"), el("th", { class: "text" }, "tokens"),
       names.map(name => el("th", { scope: "col", title: ESTIMATORS[name].formula }, name)))), body)),
     el("ul", { class: "muted" }, names.map(name => el("li", null, name + ": " + ESTIMATORS[name].formula))),
-    el("p", { class: "muted" }, `ε = ${show(settings.eps)}, std of a ${settings.std}, k = ${settings.k}, correct from a reward of ${show(settings.right)} on. An empty reward is unscorable. Groups without spread get exactly 0. Adaptive subsets keep the shortest samples: all of the size in a hard group, 3/4 in a medium, half in an easy one; which it is, quartiles of the run's mean rewards say.`));
+    el("p", { class: "muted" }, `ε = ${show(settings.eps)}, std of a ${settings.std}, k = ${settings.k}, correct from a reward of ${show(settings.right)} on. An empty reward is unscorable. ${equalRewardsSay(settings)} Adaptive subsets keep the shortest samples: all of the size in a hard group, 3/4 in a medium, half in an easy one; which it is, quartiles of the run's mean rewards say.`));
 }
