@@ -54,6 +54,18 @@ def raised_as(
         raise kind(f"{what}: {_message_of(error)}", where=place, remedy=remedy) from error
 
 
+@contextmanager
+def placed_at(place: str) -> Iterator[None]:
+    """Put a place, for example a file and a line, before that of an error that the block raises;
+    empty: it stays as it is."""
+    try:
+        yield
+    except GrpoMegatronError as error:
+        if place:
+            error.where = ", ".join(filter(None, (place, error.where)))
+        raise
+
+
 def as_own_error(error: BaseException, other: type[GrpoMegatronError]) -> GrpoMegatronError:
     """Return the error itself, if it is ours; a SetupError for a full disk, wherever it was met;
     for anything else an `other`."""

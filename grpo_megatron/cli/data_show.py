@@ -167,10 +167,9 @@ def _first_seen(
     seen: list[Problem] = []
     refusals: list[DataError] = []
     for problem in iterate_problems(domain, config.seed):
-        try:
-            list(images.fit(domain, [problem]))
-        except DataError as error:
-            refusals.append(error)
+        (found,) = images.read(domain, [problem])
+        if isinstance(found, DataError):
+            refusals.append(found)
             continue
         seen.append(problem)
         if len(seen) == _NUM_PROMPTS:

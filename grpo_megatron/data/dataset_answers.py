@@ -19,7 +19,7 @@ from grpo_megatron.data.conversation import (
     thinks_again,
 )
 from grpo_megatron.data.tokenizer import TextTokenizer
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, placed_at
 from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -165,12 +165,18 @@ def _written_answer(row: Problem | Prompt, template: ResponseTemplate | None) ->
 
 
 def refuse_bad_responses(
-    config: RunConfig, domain: DomainConfig, problems: Iterable[Problem], *, are_all: bool = True
+    config: RunConfig,
+    domain: DomainConfig,
+    problems: Iterable[Problem],
+    *,
+    tokenizer: TextTokenizer | None = None,
+    are_all: bool = True,
 ) -> None:
-    """Raise DataError, with file and line, for a row whose `responses` are no list of texts, or
-    whose answer says more than its content, if this run trains them: elsewhere these fields are the
-    row's own, and no problem is looked at.
+    """Raise DataError, with file and line, for a row whose `responses` are no list of texts, whose
+    answer says more than its content, or whose answer `response_template` cannot write, if this run
+    trains them: elsewhere these fields are the row's own, and no problem is looked at.
 
+    tokenizer: must have tokens for all characters of the answers; None: it is not known.
     are_all: `problems` are all of the domain, so that one of them must have an answer that is not
     empty where nothing else of them is trained."""
     if not _trains_responses(config, domain):
@@ -189,9 +195,12 @@ def refuse_bad_responses(
                 where=where,
                 remedy=TELLING_REMEDY,
             )
-        if not has_answer:
+        with placed_at(problem.where):
             texts = problem.metadata.get(RESPONSES) or [_written_answer(problem, template)]
-            has_answer = any(text.strip() for text in texts)
+        has_answer = has_answer or any(text.strip() for text in texts)
+        if tokenizer is not None:
+            for text in texts:
+                tokenizer.refuse_unwritable(text, where=where)
     if are_all and config.uses_dataset and not has_answer:
         raise _no_answers(domain, first)
 

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,10 +84,12 @@ def read_preferences(
             break
         if is_of_domain(domain, where, fields):
             count += 1
+            row: PreferenceRow | StepRow
             if settings.rows == "steps":
-                yield step_row_of(where, fields, domain)
+                row = step_row_of(where, fields, domain)
             else:
-                yield preference_of(where, fields, domain, is_paired=settings.is_paired)
+                row = preference_of(where, fields, domain, is_paired=settings.is_paired)
+            yield replace(row, problem=replace(row.problem, where=where))
     if count == 0:
         raise DataError(
             f"no preferences for domain {domain.name!r}",
@@ -96,22 +98,18 @@ def read_preferences(
         )
 
 
-def refuse_bad_preferences(config: RunConfig) -> None:
-    """Read all rows of all domains whose files are there. DataError as of `read_preferences`, and
-    where a domain has no row that can be trained."""
-    for domain in config.domains:
-        if domain.source != "file" or domain.path is None or not domain.path.exists():
-            continue
-        num_sound = 0
-        reasons: Counter[str] = Counter()
-        for row in read_preferences(domain, config.preferences):
-            reason = why_dropped(row)
-            if reason:
-                reasons[reason] += 1
-            else:
-                num_sound += 1
-        if num_sound == 0:
-            raise _nothing_left(domain, reasons)
+def refuse_bad_preferences(domain: DomainConfig, rows: Iterable[PreferenceRow | StepRow]) -> None:
+    """Read all `rows` of a domain. Raises DataError where none of them can be trained."""
+    num_sound = 0
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reason = why_dropped(row)
+        if reason:
+            reasons[reason] += 1
+        else:
+            num_sound += 1
+    if num_sound == 0:
+        raise _nothing_left(domain, reasons)
 
 
 def load_preferences(

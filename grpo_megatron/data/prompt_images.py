@@ -48,6 +48,10 @@ class RowImage(NamedTuple):
     columns: int
 
 
+SeenProblem = tuple[Problem, tuple[RowImage, ...]]
+"""A problem with its images."""
+
+
 @dataclass(frozen=True)
 class ImageReader:
     """Reads the images of rows for a model.
@@ -81,22 +85,19 @@ class ImageReader:
         marks = [tokenizer.token_text(hf[name]) for name in names]
         return cls(ImageSettings.of_model(hf), "".join(marks), marks[1], hf["image_token_id"], keep)
 
-    def fit(
-        self, domain: DomainConfig, problems: Sequence[Problem]
-    ) -> Iterator[tuple[Problem, tuple[RowImage, ...]]]:
+    def fit(self, domain: DomainConfig, problems: Sequence[Problem]) -> Iterator[SeenProblem]:
         """Yield the problems whose images can be seen, with these; questions have markers then.
 
         The log names those that are left out, `num_refused` counts them. Raises DataError where
         none is left."""
         refusals: list[DataError] = []
         num_fit = 0
-        with ThreadPoolExecutor(_READERS) as threads:
-            for found in threads.map(lambda problem: self._read(domain, problem), problems):
-                if isinstance(found, DataError):
-                    refusals.append(found)
-                    continue
-                num_fit += 1
-                yield found
+        for found in self.read(domain, problems):
+            if isinstance(found, DataError):
+                refusals.append(found)
+                continue
+            num_fit += 1
+            yield found
         self.num_refused[domain.name] = len(refusals)
         if not refusals:
             return
@@ -111,9 +112,15 @@ class ImageReader:
             len(problems),
         )
 
-    def _read(
-        self, domain: DomainConfig, problem: Problem
-    ) -> tuple[Problem, tuple[RowImage, ...]] | DataError:
+    def read(
+        self, domain: DomainConfig, problems: Sequence[Problem]
+    ) -> Iterator[SeenProblem | DataError]:
+        """Yield each of the problems with its images, with markers in its question, or what is
+        wrong with them."""
+        with ThreadPoolExecutor(_READERS) as threads:
+            yield from threads.map(lambda problem: self._read(domain, problem), problems)
+
+    def _read(self, domain: DomainConfig, problem: Problem) -> SeenProblem | DataError:
         """A problem with its images; what is wrong with them, if anything is."""
         metadata = dict(problem.metadata)
         sources = _listed(metadata.pop(domain.image_field, None))

@@ -18,7 +18,7 @@ from grpo_megatron.data.conversation import (
     with_last_question,
 )
 from grpo_megatron.data.tiny_model import write_tiny_model
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, placed_at
 from grpo_megatron.types import Problem, Prompt
 
 
@@ -57,7 +57,12 @@ class PromptRenderer:
             self._require_system_messages()
 
     def render(self, problem: Problem) -> RenderedPrompt:
-        """Return the prompt's text. Raises DataError where a template refuses the problem."""
+        """Return the prompt's text. Raises DataError, with the problem's file and row, where a
+        template refuses the problem."""
+        with placed_at(problem.where):
+            return self._rendered(problem)
+
+    def _rendered(self, problem: Problem) -> RenderedPrompt:
         if not self._is_chat:
             text = self._template.render(problem.question, problem.metadata)
             return RenderedPrompt(text, problem.answer, problem.metadata)

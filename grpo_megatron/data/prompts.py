@@ -16,7 +16,7 @@ from grpo_megatron.data.dataset_answers import refuse_bad_responses, with_answer
 from grpo_megatron.data.prompt_images import (
     MARK,
     ImageReader,
-    RowImage,
+    SeenProblem,
     lack_of_images,
     refuse_images,
 )
@@ -115,13 +115,21 @@ def tokenised(
 
     images: of a model that sees; problems whose images it cannot see are left out."""
     problems = list(problems)
-    images_of: list[tuple[RowImage, ...]] = [()] * len(problems)
-    if images is None:
-        refuse_images(domain, problems)
-    else:
-        fit = list(images.fit(domain, problems))
-        problems = [problem for problem, _ in fit]
-        images_of = [of_problem for _, of_problem in fit]
+    if images is not None:
+        return with_tokens(domain, list(images.fit(domain, problems)), tokenizer, images)
+    refuse_images(domain, problems)
+    return with_tokens(domain, [(problem, ()) for problem in problems], tokenizer, None)
+
+
+def with_tokens(
+    domain: DomainConfig,
+    seen: Sequence[SeenProblem],
+    tokenizer: TextTokenizer,
+    images: ImageReader | None,
+) -> list[Prompt]:
+    """Return the prompts of problems whose images `images` has read; None: the model sees none."""
+    problems = [problem for problem, _ in seen]
+    images_of = [of_problem for _, of_problem in seen]
     renderer = PromptRenderer(domain, tokenizer.chat_template)
     rendered = []
     texts = []

@@ -126,7 +126,7 @@ class PromptSampler:
         used_up: list[str] = []
         turns: list[str] = []
         while len(turns) < n and taking_turns:
-            name = self._next_domain(had, taking_turns)
+            name = _next_domain(self._weights, had, taking_turns)
             if may_run_out and left[name] == 0:
                 taking_turns.remove(name)
                 used_up.append(name)
@@ -152,17 +152,6 @@ class PromptSampler:
         """Return the turns that each domain has had, with those that it passed."""
         return {name: self._num_drawn[name] + self._num_passed[name] for name in self._num_drawn}
 
-    def _next_domain(self, had: Mapping[str, int], among: Collection[str]) -> str:
-        """Return the domain that is furthest behind its share of the turns, `among` some domains.
-        had: by domain."""
-        turn = sum(had[name] for name in among) + 1
-        weight_sum = sum(self._weights[name] for name in among)
-
-        def behind(name: str) -> float:
-            return self._weights[name] * turn / weight_sum - had[name]
-
-        return max(among, key=behind)
-
     def _draw(self, name: str, count: int, exclude: Collection[str] | None) -> list[Prompt]:
         prompts = self._prompts[name]
         if exclude is None and count > len(prompts):
@@ -176,6 +165,30 @@ class PromptSampler:
         ids = self._orders[name].draw(count, had, self._num_drawn[name])
         self._num_drawn[name] += len(ids)
         return [prompts[prompt_id] for prompt_id in ids]
+
+
+def turns_of_first_draw(weights: Mapping[str, float], n: int) -> Counter[str]:
+    """Return how many of the first `n` prompts of a sampler are of each domain, if none runs
+    out. weights: by domain, in its order."""
+    had = dict.fromkeys(weights, 0)
+    taking_turns = [name for name in weights if weights[name] > 0]
+    for _ in range(n):
+        had[_next_domain(weights, had, taking_turns)] += 1
+    return Counter(had)
+
+
+def _next_domain(
+    weights: Mapping[str, float], had: Mapping[str, int], among: Collection[str]
+) -> str:
+    """Return the domain that is furthest behind its share of the turns, `among` some domains.
+    weights, had: by domain."""
+    turn = sum(had[name] for name in among) + 1
+    weight_sum = sum(weights[name] for name in among)
+
+    def behind(name: str) -> float:
+        return weights[name] * turn / weight_sum - had[name]
+
+    return max(among, key=behind)
 
 
 class Epochs:

@@ -47,6 +47,12 @@ class TextTokenizer:
         """Return token ids of each of `texts`; DataError as of `encode`."""
         return [encoding.ids for encoding in self._encodings(texts, where)]
 
+    def refuse_unwritable(self, text: str, *, where: str | None = None) -> None:
+        """Raise DataError as `encode` does. No token is made of a text whose characters all have
+        one, which is faster: each character is tried once."""
+        if any(map(self._lacks_remembered, set(text))):
+            self.encode(text, where=where)
+
     def encode_with_places(
         self, texts: Sequence[str], *, where: str | None = None
     ) -> list[tuple[list[int], list[int]]]:

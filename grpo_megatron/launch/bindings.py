@@ -2,20 +2,15 @@
 start or a job waits in a queue."""
 
 import contextlib
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.secret_values import from_environment, with_secrets
-from grpo_megatron.config.templates import CHAT, TurnTemplate
 from grpo_megatron.controller.recorded_pairs import refuse_no_recording
 from grpo_megatron.data.chat_template import read_chat_template
-from grpo_megatron.data.dataset_answers import refuse_bad_responses
-from grpo_megatron.data.preferences import read_preferences, refuse_bad_preferences
 from grpo_megatron.data.prompt_images import lack_of_images, names_image_field
-from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
+from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.step_rows import id_of_step_token
 from grpo_megatron.data.tokenizer import load_tokenizer, token_with_another_id
@@ -30,12 +25,12 @@ from grpo_megatron.errors import (
     RewardError,
 )
 from grpo_megatron.launch.prompt_counts import refuse_too_few_rows
+from grpo_megatron.launch.row_checks import KnownModel, refuse_bad_rows
 from grpo_megatron.plan.model_facts import config_fields
 from grpo_megatron.rewards.pool import components_of
 from grpo_megatron.rewards.time_limits import refuse_long_rewards
 from grpo_megatron.rollout.agent_command import find_program
 from grpo_megatron.rollout.tool_parsers import ToolCallReader, require_format
-from grpo_megatron.types import Problem
 
 SKIP_REMEDY = "if only the cluster has it, give --skip-reward-check"
 
@@ -50,7 +45,7 @@ def refuse_unbound_code(config: RunConfig, *, remedy: str = "") -> None:
 
 
 def refuse_unfit_data(config: RunConfig) -> None:
-    """Read the first problems, compare tokenizers, count rows. Raises as the functions for each."""
+    """Read every row, compare tokenizers, count rows. Raises as the functions for each."""
     refuse_unreadable_problems(config)
     refuse_other_tokens(config)
     refuse_too_few_rows(config)
@@ -193,10 +188,8 @@ def refuse_other_tokens(config: RunConfig) -> None:
 
 
 def refuse_unreadable_problems(config: RunConfig) -> None:
-    """Read the first problem of every domain and render its prompt; files that do not exist (yet)
-    are left to `refuse_missing`.
-
-    Of preferences, and where responses of rows are trained, every row is read.
+    """Read every row of the domains' files and render its prompt, see `row_checks`; files that do
+    not exist (yet) are left to `refuse_missing`.
 
     Raises DataError as the controller would: a field of images that the recipe names and no row
     has, where the model sees; a row without a field, a template or a demonstrated
@@ -204,43 +197,31 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
     unknown data set, a chat template that is not there or refuses the conversation, a step token
     that is no token. Chat templates and tokenizers of checkpoints that are not on this machine are
     left to the controller."""
-    if config.trains_preferences:
-        refuse_bad_preferences(config)
     with tokenizer_directory(config.model) as directory:
+        model = _known_model(directory)
         if config.trains_preferences and config.preferences.rows == "steps" and directory:
             id_of_step_token(load_tokenizer(directory), config.preferences.step_token)
-        sees_images = directory is not None and _sees_images(directory)
         for index, domain in enumerate(config.domains):
             if domain.path is not None and not domain.path.exists():
                 continue
-            if sees_images and names_image_field(domain):
+            if model is not None and model.sees_images and names_image_field(domain):
                 lack_of_images(domain, iterate_problems(domain, config.seed))
             if domain.source == "run":
                 refuse_no_recording(domain)
                 continue
-            if config.trains_preferences:
-                problem = next(iter(read_preferences(domain, config.preferences))).problem
-            else:
-                problems = iterate_problems(domain, config.seed)
-                problem = next(problems)
-                refuse_bad_responses(config, domain, itertools.chain([problem], problems))
-            if domain.template != CHAT:
-                PromptRenderer(domain, None).render(problem)
-            elif directory is not None:
-                PromptRenderer(domain, read_chat_template(directory)).render(problem)
-            if domain.environment is not None:
-                where = f"domains.{index}.environment.demonstration"
-                _render_turns(domain.environment.demonstration, problem, where)
+            refuse_bad_rows(config, index, model)
+
+
+def _known_model(directory: Path | None) -> KnownModel | None:
+    """Return what a model's directory has for rows; None where it is not on this machine."""
+    if directory is None:
+        return None
+    tokenizer = None
+    if (directory / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(directory)
+    return KnownModel(read_chat_template(directory), tokenizer, _sees_images(directory))
 
 
 def _sees_images(model: Path) -> bool:
     """Whether the model in a directory sees; False where there is a tokenizer only."""
     return (model / "config.json").exists() and "vision_config" in config_fields(model)
-
-
-def _render_turns(texts: Sequence[str], problem: Problem, where: str) -> None:
-    """Fill demonstrated turns in. DataError where one cannot be read, or asks for metadata that the
-    problem does not have."""
-    for text in texts:
-        template = TurnTemplate(text, where=where)
-        template.response(problem.question, problem.answer, problem.metadata)

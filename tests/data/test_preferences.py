@@ -16,7 +16,6 @@ from grpo_megatron.data.preference_rows import preference_of
 from grpo_megatron.data.preferences import (
     load_preferences,
     read_preferences,
-    refuse_bad_preferences,
     split_by_prompt,
     why_dropped,
 )
@@ -24,6 +23,7 @@ from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.prompts import share, text_hash
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import DataError
+from grpo_megatron.launch.bindings import refuse_unreadable_problems
 from grpo_megatron.types import Prompt
 from tests.data.preference_files import recipe, write
 
@@ -210,7 +210,7 @@ def test_refused_margins(margin):
 def test_a_margin_that_json_has_no_number_for_is_refused_with_its_line(tmp_path):
     path = write(tmp_path, [*pairs(1), {**pairs(1)[0], "margin": math.inf}])
     with pytest.raises(DataError, match=r"rows.jsonl:2"):
-        refuse_bad_preferences(recipe(path))
+        refuse_unreadable_problems(recipe(path))
 
 
 @pytest.mark.parametrize(
@@ -405,10 +405,10 @@ def test_labelled_answers_have_one_to_another_prompt(tmp_path, tokenizer):
 def test_a_bad_row_far_down_is_found_before_anything_starts(tmp_path):
     config = recipe(write(tmp_path, [*pairs(200), {"prompt": "x", "chosen": "1"}]))
     with pytest.raises(DataError, match=r"rows.jsonl:201"):
-        refuse_bad_preferences(config)
+        refuse_unreadable_problems(config)
 
 
 def test_a_file_of_equal_answers_only(tmp_path):
     rows = [row | {"rejected": row["chosen"]} for row in pairs(3)]
     with pytest.raises(DataError, match="3 with equal answers"):
-        refuse_bad_preferences(recipe(write(tmp_path, rows)))
+        refuse_unreadable_problems(recipe(write(tmp_path, rows)))

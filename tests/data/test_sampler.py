@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config.run import CurriculumConfig
-from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.data.sampler import PromptSampler, turns_of_first_draw
 from grpo_megatron.errors import DataError
 from tests.data.made_prompts import prompt, prompts
 
@@ -284,3 +284,10 @@ def test_a_state_of_an_older_version_goes_on():
     resumed.load_state_dict(json.loads(json.dumps(state)))
     assert draw_step(resumed, [7, 3]) == draw_step(whole, [7, 3])
     assert resumed.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize("n", [1, 4, 7, 18])
+def test_turns_of_the_first_draw_are_those_of_the_sampler(n):
+    weights = {"a": 1.0, "b": 2.5, "c": 0.0, "d": 0.3}
+    drawn = make(dict.fromkeys(weights, 20), weights=weights).draw(n)
+    assert +turns_of_first_draw(weights, n) == Counter(prompt.domain for prompt in drawn)

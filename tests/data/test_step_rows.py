@@ -9,11 +9,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
-from grpo_megatron.data.preferences import load_preferences, refuse_bad_preferences
+from grpo_megatron.data.preferences import load_preferences
 from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.step_rows import StepRow, id_of_step_token, marked_answer, step_row_of
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.errors import DataError
+from grpo_megatron.launch.bindings import refuse_unreadable_problems
 from grpo_megatron.rewards.step_rewards import steps_of
 from grpo_megatron.types import Problem, Prompt, require_sound
 from tests.data.preference_files import recipe, write
@@ -170,7 +171,7 @@ def test_equal_answers_with_other_labels_are_others(tmp_path, tokenizer):
 def test_a_bad_row_far_down_is_found_before_anything_starts(tmp_path):
     rows = [*answers(30), {"prompt": "x", "chosen": "2", "rejected": "3"}]
     with pytest.raises(DataError, match=r"(?s)no 'completions'.*rows.jsonl:31"):
-        refuse_bad_preferences(steps_recipe(write(tmp_path, rows)))
+        refuse_unreadable_problems(steps_recipe(write(tmp_path, rows)))
 
 
 def test_a_prompt_that_the_tokenizer_joins_with_the_first_step(tmp_path):

@@ -281,13 +281,6 @@ def test_nothing_starts_with_a_teacher_of_other_tokens(
     assert not (tmp_path / "here").exists()
 
 
-def test_only_the_first_row_is_read(queued, tmp_path):
-    """The controller reads them all, when it starts."""
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\nnot JSON\n')
-    assert main(["submit", RECIPE, "--site", "bare", *FROM_FILE]) == 0
-    assert len(queued) == 1
-
-
 def two_files(first: int, second: int) -> list[str]:
     """Write files with so many rows; returns the setting of their domains."""
     domains = []
@@ -322,7 +315,8 @@ def test_nothing_starts_with_too_few_rows(queued, tmp_path, capsys, command, siz
 def test_rows_that_may_be_enough_are_left_to_the_run(queued):
     site = ["--site", "bare"]
     for sizes in ((5, 4), (20, 3)):
-        assert main(["submit", RECIPE, *site, *two_files(*sizes), *KEPT]) == 0
+        settings = [*two_files(*sizes), *KEPT, "batch.num_prompts=2"]
+        assert main(["submit", RECIPE, *site, *settings]) == 0
     assert len(queued) == 2
 
 
