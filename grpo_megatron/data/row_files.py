@@ -35,6 +35,7 @@ _JSON_KINDS = {
 }
 _NOT_JSON = (ValueError, RecursionError)
 """What `json.loads` raises; the second where lists lie too deep within one another."""
+_NEWLINE = b"\n"
 _ABSENT = "it must be where the controller runs, also in a container"
 
 
@@ -224,17 +225,15 @@ def _jsonl_rows(path: Path) -> Rows:
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            with raised_as(
-                DataError,
-                "not a JSON object",
-                _NOT_JSON,
-                where=where,
-                remedy="one JSON object a line, UTF-8",
-            ):
-                tables = _Tables()
-                fields = json.loads(line, object_pairs_hook=tables.read)
-                if not isinstance(fields, dict):
-                    raise ValueError(f"found {type(fields).__name__}")
+            remedy = "one JSON object a line, UTF-8"
+            tables = _Tables()
+            fields = _json_of(line.rstrip(), tables, path, number, "not a JSON object", remedy)
+            if not isinstance(fields, dict):
+                raise DataError(
+                    f"not a JSON object: found {_JSON_KINDS[type(fields)]}",
+                    where=where,
+                    remedy=remedy,
+                )
             tables.refuse_repeated_names(where, fields)
             yield where, fields
 
@@ -310,9 +309,8 @@ def _json_rows(path: Path) -> Rows:
     remedy = "an object, or a list of objects, UTF-8"
     with raised_as(DataError, "unreadable", OSError, where=path, remedy=_ABSENT):
         content = path.read_bytes()
-    with raised_as(DataError, "not JSON", _NOT_JSON, where=path, remedy=remedy):
-        tables = _Tables()
-        rows = json.loads(content, object_pairs_hook=tables.read)
+    tables = _Tables()
+    rows = _json_of(content, tables, path, None, "not JSON", remedy)
     if isinstance(rows, dict):
         rows = [rows]
     if not isinstance(rows, list):
@@ -323,6 +321,34 @@ def _json_rows(path: Path) -> Rows:
             raise DataError(f"found {_JSON_KINDS[type(fields)]}", where=where, remedy=remedy)
         tables.refuse_repeated_names(where, fields)
         yield where, fields
+
+
+def _json_of(
+    content: bytes, tables: "_Tables", path: Path, line: int | None, what: str, remedy: str
+) -> Any:
+    """Return the value of JSON text. Raises DataError where it is none, with line and column if
+    these are known.
+
+    line: of the file, whose content it is; None: it is all of the file. what: to say of it."""
+    first_line = line or 1
+    where = str(path)
+    if line is not None:
+        where = f"{path}:{line}"
+    try:
+        return json.loads(content, object_pairs_hook=tables.read)
+    except json.JSONDecodeError as error:
+        reason = error.msg
+        where = f"{path}:{first_line + error.lineno - 1}, column {error.colno}"
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        reason = f"{error.reason} of {error.encoding}"
+        where = (
+            f"{path}:{first_line + before.count(_NEWLINE)}, "
+            f"byte {error.start - before.rfind(_NEWLINE)} of the line"
+        )
+    except _NOT_JSON as error:
+        reason = str(error)
+    raise DataError(f"{what}: {reason}", where=where, remedy=remedy)
 
 
 class _Tables:

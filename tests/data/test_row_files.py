@@ -223,6 +223,24 @@ def test_a_json_file_of_something_else_is_refused(tmp_path, content, found):
     assert "a list of objects" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason", "place"),
+    [
+        ("a.jsonl", b'{"a": 1}\n\n{"a": 1, }\n', "double quotes", ":3, column 10"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "Expecting value", ":2, column 6"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "invalid start byte", ":2, byte 8 of the line"),
+        ("a.json", b'[{"a": 1},\n {"a" 1}]', "Expecting ':'", ":2, column 7"),
+        ("a.json", b'[{"a": 1},\n {"\xff": 1}]', "invalid start byte", ":2, byte 4 of the line"),
+    ],
+)
+def test_bad_json_is_told_with_its_place_in_the_file(tmp_path, name, content, reason, place):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason) as caught:
+        list(read_rows(tmp_path / name))
+    assert caught.value.where == f"{tmp_path / name}{place}"
+    assert "line 1" not in caught.value.message
+
+
 @pytest.mark.parametrize(("name", "words"), [("a.jsonl", "a.jsonl:1"), ("a.json", "a.json")])
 def test_lists_too_deep_for_python_are_refused(tmp_path, name, words):
     deep = "[" * 100_000 + "]" * 100_000
