@@ -55,7 +55,9 @@ def load_recipe(
     chain = read_recipe_chain(find_recipe(recipe))
     overlay, _ = _assemble(None, chain, overrides)
     overlay, problems = _assemble(_preset_of(overlay.tree), chain, overrides)
-    return _finish(overlay, problems, checks, chain[-1].display)
+    display = chain[-1].display
+    source = _with_settings(display, overrides)
+    return _finish(overlay, problems, checks, source=source, recipe=display)
 
 
 def read_resolved(
@@ -97,7 +99,9 @@ def read_resolved(
     for key, _ in leaves(tree):
         origins[key] = resolved.provenance.get(dotted(key), DEFAULT)
     overlay = ConfigOverlay(tree, origins)
-    return _finish(overlay, apply_overrides(overlay, overrides), checks, resolved.recipe)
+    problems = apply_overrides(overlay, overrides)
+    source = _with_settings(where, overrides)
+    return _finish(overlay, problems, checks, source=source, recipe=resolved.recipe)
 
 
 def _set_by_hand(resolved: ResolvedConfig, objective: dict[str, Any]) -> dict[str, Any]:
@@ -188,10 +192,23 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
     return load_preset(name)
 
 
+def _with_settings(file: str, overrides: Sequence[str]) -> str:
+    """Return how messages name a file with what was set beside it."""
+    if overrides:
+        return f"{file} with the settings given"
+    return file
+
+
 def _finish(
-    overlay: ConfigOverlay, problems: Sequence[ConfigProblem], checks: Sequence[Check], recipe: str
+    overlay: ConfigOverlay,
+    problems: Sequence[ConfigProblem],
+    checks: Sequence[Check],
+    *,
+    source: str,
+    recipe: str,
 ) -> ResolvedConfig:
-    config = valid(overlay, problems, checks, recipe)
+    """Validate what is set. source: what is wrong where something is, for messages."""
+    config = valid(overlay, problems, checks, source)
     preset = config.objective.preset
     origins: dict[KeyPath, Origin] = {}
     for key in PRESETS[preset].values:

@@ -94,8 +94,14 @@ def test_a_run_of_a_version_without_a_setting_takes_overrides(tmp_path):
 
 def test_wrong_overrides_on_a_stored_run(tmp_path):
     write_resolved(tmp_path / "config.json", load_recipe(DEMO))
-    with pytest.raises(InvalidConfigError, match="num_steps"):
+    with pytest.raises(InvalidConfigError, match="num_steps") as caught:
         read_resolved(tmp_path, ["num_step=500"])
+    headline = f"1 problem in {tmp_path / 'config.json'} with the settings given; nothing was"
+    assert caught.value.message.startswith(headline)
+    with pytest.raises(
+        InvalidConfigError, match=f"in .*{DEMO}.* with the settings given"
+    ):
+        load_recipe(DEMO, ["num_step=500"])
 
 
 @pytest.mark.parametrize(
