@@ -10,6 +10,18 @@ from grpo_megatron.errors import ConfigError, DataError
 
 _PATCH_SIZES = {"qwen3_vl": 16, "qwen3_vl_moe": 16}
 """Of transformers' classes, where config.json names none; 14 of other families."""
+_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""Classes of transformers that make the patches of `images.patches_of`."""
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "image_processor_type": _PROCESSORS,
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (True,),
+    "do_convert_rgb": (True,),
+    "resample": (3,),  # bicubic
+}
+"""Values of fields that say how images are prepared; of others `images.patches_of`, or the engines,
+would do something else."""
 _MOST_OBLONG = 200
 """Longest side by the shortest, as in transformers."""
 
@@ -40,9 +52,14 @@ class ImageSettings:
         """Read them from `plan.model_facts.read_config` of a model that sees.
 
         Raises ConfigError where mean and deviation are missing: engines would then take colours as
-        they are, transformers those of its class. So it does for what is no number of its kind, and
-        for what `vision_config` says otherwise."""
+        they are, transformers those of its class. So it does for what is no number of its kind, for
+        what `vision_config` says otherwise, and for a way to prepare images that is not this
+        one."""
         processor = hf["image_processor"]
+        for name, supported in _SUPPORTED.items():
+            found = processor.get(name)
+            if found is not None and found not in supported:
+                raise _unfit(name, found, " or ".join(map(repr, supported)))
         mean = _three_numbers(processor, "image_mean")
         std = _three_numbers(processor, "image_std")
         if min(std) <= 0:

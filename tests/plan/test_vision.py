@@ -135,7 +135,11 @@ def test_a_run_goes_on_with_the_tower_that_its_checkpoints_have(tmp_path, tower)
         ({}, None, "cannot read the model's preprocessor_config.json"),
         ({}, {"image_std": None}, "image_std is not three numbers"),
         ({}, {"min_pixels": "784"}, "min_pixels = '784', expected a whole number"),
-        ({}, {"do_normalize": False}, "image_processor.do_normalize = False is not supported"),
+        (
+            {},
+            {"do_normalize": False},
+            "do_normalize = False, expected True (preproc",
+        ),
         ({"model_type": "qwen2_vl"}, {}, "model_type 'qwen2_vl' is not supported"),
         (
             {"model_type": "qwen3_vl"},
