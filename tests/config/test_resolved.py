@@ -98,9 +98,7 @@ def test_wrong_overrides_on_a_stored_run(tmp_path):
         read_resolved(tmp_path, ["num_step=500"])
     headline = f"1 problem in {tmp_path / 'config.json'} with the settings given; nothing was"
     assert caught.value.message.startswith(headline)
-    with pytest.raises(
-        InvalidConfigError, match=f"in .*{DEMO}.* with the settings given"
-    ):
+    with pytest.raises(InvalidConfigError, match=f"in .*{DEMO}.* with the settings given"):
         load_recipe(DEMO, ["num_step=500"])
 
 

@@ -94,10 +94,21 @@ def fixed(total: float, source: str) -> Lengths:
     return Lengths(0.0, (total,), total, source)
 
 
-def read_lengths(path: Path, prompt: float, longest: int) -> Lengths:
+def read_lengths(
+    path: Path,
+    usual_prompt: float,
+    longest: int,
+    longest_prompt: int,
+    *,
+    given_prompt: float | None = None,
+) -> Lengths:
     """Return lengths of a text file: on each line the tokens of an answer, or of a prompt and an
-    answer. Answers are cut at `longest`. ConfigError where a line is something else, or there is
-    none."""
+    answer. As in a run, answers are cut at `longest` and lines whose prompts are longer than
+    `longest_prompt` are left out; `source` counts both.
+
+    usual_prompt, given_prompt: mean tokens of a prompt that are assumed and given, where the file
+    has none. ConfigError where a line is something else, where none is left, and where the file has
+    prompts and others are given."""
     with raised_as(
         ConfigError,
         "cannot read the lengths",
@@ -116,11 +127,33 @@ def read_lengths(path: Path, prompt: float, longest: int) -> Lengths:
             where=str(path),
             remedy="one line a sample: tokens of the answer, or of prompt and answer",
         )
-    answers = sorted(float(min(row[-1], longest)) for row in rows)
-    prompts = [row[0] for row in rows if len(row) == 2]
+    has_prompts = any(len(row) == 2 for row in rows)
+    if has_prompts and given_prompt is not None:
+        raise ConfigError(
+            f"the file of lengths has the tokens of prompts, and {given_prompt:g} are given",
+            where="--prompt-tokens",
+            remedy=f"leave it out, or the first column of {path}",
+        )
+    fitting = [row for row in rows if len(row) == 1 or row[0] <= longest_prompt]
+    if not fitting:
+        raise ConfigError(
+            f"all prompts are longer than {longest_prompt} tokens, and a run leaves such out",
+            where=str(path),
+            remedy="raise rollout.max_model_len, or give lengths of other prompts",
+        )
+    source = str(path)
+    num_cut = sum(row[-1] > longest for row in fitting)
+    if num_cut:
+        source += f"; {num_cut} of {len(fitting)} answers cut at {longest}"
+    num_left_out = len(rows) - len(fitting)
+    if num_left_out:
+        source += f"; {num_left_out} of {len(rows)} left out: prompts above {longest_prompt}"
+    prompt = given_prompt or usual_prompt
+    prompts = [row[0] for row in fitting if len(row) == 2]
     if prompts:
         prompt = sum(prompts) / len(prompts)
-    return Lengths(prompt, _thinned(answers), float(longest), str(path))
+    answers = sorted(float(min(row[-1], longest)) for row in fitting)
+    return Lengths(prompt, _thinned(answers), float(longest), source)
 
 
 def _row(line: str, where: str) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from grpo_megatron.config.passes import has_reference, num_whole_passes
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.fp8_weights import NUMBER_BYTES
 from grpo_megatron.plan.memory import (
     Plan,
@@ -137,21 +138,48 @@ class Prediction:
 
 def lengths_of(config: RunConfig, options: LengthOptions, constants: Constants) -> Lengths:
     """Return the lengths of a run's samples: of a file, else log-normal around a mean that is given
-    or assumed, and cut where the recipe cuts them. ConfigError as of `read_lengths`."""
+    or assumed, and cut where the recipe cuts them. ConfigError as of `read_lengths`, and for a mean
+    that is given and that the recipe does not allow."""
     rollout = config.rollout
     longest = max(min(rollout.max_new_tokens, rollout.max_model_len - 1), 1)
     longest_prompt = max(rollout.max_model_len - longest, 1)
     usual_prompt = constants["prompt_tokens"]
     if "vision_config" in configuration_of(config.model)[0]:
         usual_prompt = longest_prompt  # as memory is planned
-    prompt = min(options.prompt_tokens or usual_prompt, longest_prompt)
+    _refuse_longer(
+        options.answer_tokens, longest, "answer", "a run cuts them there (rollout.max_new_tokens)"
+    )
+    _refuse_longer(
+        options.prompt_tokens,
+        longest_prompt,
+        "prompt",
+        "a run leaves longer ones out (rollout.max_model_len - rollout.max_new_tokens)",
+    )
     if options.file is not None:
-        return read_lengths(options.file, prompt, longest)
+        return read_lengths(
+            options.file,
+            min(usual_prompt, longest_prompt),
+            longest,
+            longest_prompt,
+            given_prompt=options.prompt_tokens,
+        )
+    prompt = options.prompt_tokens or min(usual_prompt, longest_prompt)
     answer = options.answer_tokens or constants["answer_share"] * longest
     source = "log-normal, mean as given"
     if options.answer_tokens is None:
         source = "log-normal, mean assumed (answer_share of the longest answer)"
     return log_normal(prompt, answer, float(longest), constants["answer_sigma"], source)
+
+
+def _refuse_longer(mean: float | None, longest: int, what: str, why: str) -> None:
+    """Raise ConfigError where the given mean of prompts or answers (`what`) is above `longest`
+    tokens."""
+    if mean is not None and mean > longest:
+        raise ConfigError(
+            f"{mean:g} tokens of {what}s on the mean, and the longest one has {longest}: {why}",
+            where=f"--{what}-tokens",
+            remedy=f"at most {longest}, or change the recipe",
+        )
 
 
 def predict_run(

@@ -184,12 +184,24 @@ def test_context_parallelism_splits_a_long_micro_batch():
 def test_lengths_of_a_file(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("10 100\n30 300\n\n20, 5000\n")
-    found = read_lengths(file, 1.0, 1000)
+    found = read_lengths(file, 1.0, 1000, 30)
     assert (found.prompt, found.answers) == (20, (100, 300, 1000))
+    assert found.source == f"{file}; 1 of 3 answers cut at 1000"
+    found = read_lengths(file, 1.0, 5000, 29)
+    assert (found.prompt, found.answers) == (15, (100, 5000))
+    assert found.source == f"{file}; 1 of 3 left out: prompts above 29"
+    assert read_lengths(file, 1.0, 5000, 30).source == str(file)
+    with pytest.raises(ConfigError, match="all prompts are longer than 9 tokens"):
+        read_lengths(file, 1.0, 1000, 9)
+    with pytest.raises(ConfigError, match="has the tokens of prompts, and 7 are given"):
+        read_lengths(file, 1.0, 1000, 30, given_prompt=7)
     for text, where in (("", "lengths.txt"), ("100\nten\n", "lengths.txt:2"), ("1 2 3", ":1")):
         file.write_text(text)
         with pytest.raises(ConfigError) as caught:
-            read_lengths(file, 1.0, 1000)
+            read_lengths(file, 1.0, 1000, 30)
         assert where in str(caught.value.where)
     with pytest.raises(ConfigError):
-        read_lengths(tmp_path / "missing", 1.0, 1000)
+        read_lengths(tmp_path / "missing", 1.0, 1000, 30)
+    file.write_text("100\n")
+    assert read_lengths(file, 1.0, 1000, 30).prompt == 1
+    assert read_lengths(file, 1.0, 1000, 30, given_prompt=7).prompt == 7

@@ -181,6 +181,11 @@ def test_text_has_phases_and_what_to_enlarge(capsys):
         (["--answer-tokens", "10", "--lengths", "x"], "exclude each other"),
         (["--answer-tokens", "nan"], "nan tokens"),
         (["--prompt-tokens", "inf"], "inf tokens"),
+        (
+            ["--answer-tokens", "1e6"],
+            "1e+06 tokens of answers on the mean, and the longest",
+        ),
+        (["--prompt-tokens", "1e6"], "a run leaves longer ones out (rollout.max_model_len"),
         (["--compare", "ppo", "--device", "h200"], "--compare and --device exclude each other"),
     ],
 )
