@@ -32,7 +32,7 @@ def run(
     in_job: Annotated[bool, typer.Option("--in-job", hidden=True)] = False,
 ) -> None:
     """Run what is not done, on this machine. A stage that fails stops what builds on it."""
-    from grpo_megatron.stages.graph import load_graph
+    from grpo_megatron.stages.loading import load_graph
     from grpo_megatron.stages.runner import run_graph
 
     loaded = load_graph(graph)
@@ -51,7 +51,7 @@ def run(
 @app.command()
 def submit(graph: Graph, site: Site, skip_reward_check: SkipRewardCheck = False) -> None:
     """Submit every stage that is not done as a Slurm job after those that it builds on."""
-    from grpo_megatron.stages.graph import load_graph
+    from grpo_megatron.stages.loading import load_graph
     from grpo_megatron.stages.runner import submit_graph
 
     if skip_reward_check:
@@ -63,7 +63,7 @@ def submit(graph: Graph, site: Site, skip_reward_check: SkipRewardCheck = False)
 def status(graph: Graph) -> None:
     """Stages in order: state, accuracy, gates; then how they build on each other."""
     from grpo_megatron.launch.slurm import JobStates, job_of
-    from grpo_megatron.stages.graph import load_graph
+    from grpo_megatron.stages.loading import load_graph
     from grpo_megatron.stages.records import Records
 
     loaded = load_graph(graph)

@@ -1,22 +1,20 @@
 """Whether the checkpoint that a critic begins with is of the policy's architecture."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.hf_config import model_fields, other_computation
-from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, origin_of
+from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.plan.model_facts import configuration_of, origin_of
+from grpo_megatron.plan.models_beside import other_model
 from grpo_megatron.plan.reward_labels import labels_of
 
 CRITIC_MODEL_RULES = RuleSet()
 """Their checks take the run, whose model can be read."""
 
 REMEDY = "give a reward model or a language model of the policy's architecture"
-_NO_SIZES = ("max_position_embeddings",)
-"""Facts in which models of equal weights may differ."""
 
 
 @CRITIC_MODEL_RULES.rule("critic_model")
@@ -61,10 +59,8 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     num_scalars = len(labels_of(theirs))
     if num_scalars > 1:
         return f"its head gives {num_scalars} numbers, and a value is one"
-    their_facts = asdict(facts_from_hf(theirs))
-    for name, value in asdict(facts_from_hf(ours)).items():
-        if name in _NO_SIZES or value is None:  # of a preset whose tokenizer decides
-            continue
-        if their_facts[name] not in (None, value):
-            return f"{name} of its config.json is {their_facts[name]}, of the policy {value}"
-    return other_computation(theirs, ours, "the policy")
+    their_type = theirs["model_type"]
+    our_type = ours["model_type"]
+    if their_type != our_type:
+        return f"model_type of its config.json is {their_type}, of the policy {our_type}"
+    return other_model(theirs, ours, "the policy")

@@ -17,6 +17,7 @@ from grpo_megatron.plan.fp8_weights import FP8_RULES
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.lora import LORA_RULES
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
+from grpo_megatron.plan.models_beside import MODEL_BESIDE_RULES
 from grpo_megatron.plan.reward_labels import REWARD_LABEL_RULES
 from grpo_megatron.plan.vision import VISION_RULES
 from grpo_megatron.rundir import run_that_writes
@@ -92,6 +93,7 @@ def check_plan(config: RunConfig) -> list[Violation]:
     found = list(MODEL_RULES.violations(config, facts, config=config))
     found += VISION_RULES.violations(config, facts, config=config)
     found += CRITIC_MODEL_RULES.violations(config, config=config)
+    found += MODEL_BESIDE_RULES.violations(config, config=config)
     found += REWARD_LABEL_RULES.violations(config, config=config)
     if config.rollout.fp8 != "none":
         found += FP8_RULES.violations(config, facts, config=config)

@@ -37,7 +37,8 @@ from grpo_megatron.rehearsal.rehearse import (
 from grpo_megatron.rehearsal.scale_down import Change, num_layers_of, scale_down
 from grpo_megatron.rehearsal.stand_ins import StandInWriter
 from grpo_megatron.rehearsal.teacher_servers import TeacherServers
-from grpo_megatron.stages.graph import Graph, Source, load_graph
+from grpo_megatron.stages.graph import Graph, Source
+from grpo_megatron.stages.loading import load_graph
 from grpo_megatron.stages.runner import run_graph
 
 _NUM_STEPS = 2

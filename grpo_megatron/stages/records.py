@@ -13,6 +13,7 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.stages.graph import Graph
+from grpo_megatron.stages.own_files import own_files
 
 
 class State(StrEnum):
@@ -117,9 +118,9 @@ class Records:
                 mode="json", exclude={"runs_dir", "telemetry", "gates"}
             )
             made = {graph.input(key, parent) for key, parent in stage.inputs.items()}
-            known["preset"] = config.model.preset and load_preset(config.model.preset).hf
+            known["preset"] = config.model.preset and load_preset(config.model.preset).file.values
             files = {}
-            for path in config.input_paths.values():
+            for path in [*config.input_paths.values(), *own_files(config)]:
                 if path not in made:
                     files[str(path)] = _stamp(path)
             known["files"] = files

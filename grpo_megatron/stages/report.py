@@ -9,7 +9,8 @@ import jinja2
 from grpo_megatron.errors import ConfigError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.stages.graph import Graph, load_graph
+from grpo_megatron.stages.graph import Graph
+from grpo_megatron.stages.loading import load_graph
 from grpo_megatron.stages.records import Records, State
 from grpo_megatron.stages.run_report import report_run
 

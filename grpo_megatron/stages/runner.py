@@ -195,11 +195,9 @@ def _refuse_cpu_engine(graph: Graph, records: Records, names: Sequence[str]) -> 
         is_merge = graph.table.stages[name].recipe is None
         if is_merge or records.state(name) is State.DONE:
             continue
-        try:
-            refuse_cpu_engine(graph.resolve(name).config)
-        except ConfigError as error:
-            error.where = f"stage {name}, {error.where}"
-            raise
+        config = graph.resolve(name).config
+        with graph.errors_of(name):
+            refuse_cpu_engine(config)
 
 
 def _refuse_what_stages_lack(graph: Graph, records: Records, *, check_rewards: bool) -> None:
@@ -212,15 +210,12 @@ def _refuse_what_stages_lack(graph: Graph, records: Records, *, check_rewards: b
         stage = graph.table.stages[name]
         if stage.recipe is None or records.state(name) is State.DONE:
             continue
-        try:
-            config = graph.resolve(name).config
+        config = graph.resolve(name).config
+        with graph.errors_of(name):
             if check_rewards:
                 refuse_unbound_code(config, remedy=SKIP_REMEDY)
             if all(records.state(parent) is State.DONE for parent in stage.parents):
                 refuse_unfit_data(config)
-        except GrpoMegatronError as error:
-            error.where = f"stage {name}, {error.where}"
-            raise
 
 
 def _submit(graph: Graph, replaced: ReplacedStages, name: str, site: str, after: list[str]) -> str:

@@ -10,7 +10,7 @@ from grpo_megatron.launch.bindings import refuse_unbound_rewards
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rehearsal.made_up_rows import refuse_unbound_environments_here
 from grpo_megatron.rewards.pool import components_of
-from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.loading import load_graph
 
 RECIPES = assets.names(assets.root() / "recipes")
 GRAPHS = assets.names(assets.root() / "recipes" / "graphs")

@@ -89,6 +89,7 @@ def test_weights_of_a_run_that_goes_on_are_in_its_checkpoint(model):
 def test_other_models_have_weights_too(tmp_path, model):
     reference = tmp_path / "reference"
     reference.mkdir()
+    shutil.copy(model / "config.json", reference)
     flags = [*settings(model), "objective.preset=grpo", f"domains.0.reference={reference}"]
     config = resolve(RECIPE, flags).config
     with pytest.raises(CheckpointError, match=r"domains\.0\.reference: model\.safetensors is"):

@@ -77,6 +77,45 @@ def test_checkpoint_of_another_model_than_the_preset(tmp_path):
     assert resolve(DEMO, flags).config.model.path == tmp_path
 
 
+def as_teacher(directory) -> list[str]:
+    teacher = f'distillation={{teachers=[{{path="{directory}"}}]}}'
+    return ["kind=distil", "cold_start=null", teacher]
+
+
+def as_reference(directory) -> list[str]:
+    return [f"domains.0.reference={directory}", "objective.kl=k3", "objective.kl_beta=0.1"]
+
+
+@pytest.mark.parametrize(
+    ("flags_of", "key"),
+    [(as_teacher, "distillation.teachers.0.path"), (as_reference, "domains.0.reference")],
+)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 96}, "hidden_size of its config.json is 96, of the policy 128"),
+        ({"num_experts": 4}, "num_experts of its config.json is 4"),
+        ({"rope_theta": 5e5}, "its rotary embedding is .*500000"),
+        ({"model_type": "nothing"}, "nothing"),
+        ({"max_position_embeddings": 99}, None),
+    ],
+)
+def test_teachers_and_references_have_the_policys_architecture(
+    tmp_path, flags_of, key, changes, message
+):
+    other = tmp_path / "other"
+    flags = flags_of(other)
+    resolve(DEMO, flags)  # it is not there yet
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(OF_THE_DEMO | changes))
+    if message is None:
+        resolve(DEMO, flags)
+        return
+    with pytest.raises(InvalidConfigError, match=message) as caught:
+        resolve(DEMO, flags)
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
 PPO = "demo/ppo-moe-cpu"
 OF_THE_DEMO = load_preset("tiny-qwen3-moe").hf | {"vocab_size": 100}
 SCORER = OF_THE_DEMO | {

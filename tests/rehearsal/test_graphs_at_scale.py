@@ -6,7 +6,7 @@ import pytest
 
 from grpo_megatron.rehearsal import rehearse_graph
 from grpo_megatron.rehearsal.rehearse import write_site
-from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.loading import load_graph
 
 
 @pytest.mark.parametrize("name", ["r1", "r1_distill"])

@@ -20,7 +20,7 @@ from grpo_megatron.rehearsal.rehearse import (
 )
 from grpo_megatron.rehearsal.teacher_servers import TeacherServers
 from grpo_megatron.rehearsal.tiny_family import write_tiny_checkpoint
-from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.loading import load_graph
 
 GRAPHS = assets.names(assets.root() / "recipes" / "graphs")
 

@@ -25,10 +25,12 @@ from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RUN_NAME
 from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, RunLockedError
 from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.stages import records as records_module
 from grpo_megatron.stages import runner
-from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.interrupts import InterruptForwarder
+from grpo_megatron.stages.loading import load_graph
+from grpo_megatron.stages.own_files import own_files
 from grpo_megatron.stages.records import Records, State
 from grpo_megatron.stages.replaced import ReplacedStages
 from grpo_megatron.stages.runner import run_graph, submit_graph
@@ -251,6 +253,52 @@ def test_a_critic_begins_with_the_reward_model_of_an_earlier_stage(tmp_path):
     with pytest.raises(ConfigError, match="of stage scorer is another: model_type") as told:
         load_graph(file)
     assert "critic.path of stage policy" in str(told.value)
+
+
+AS_TEACHERS = """
+[stages.other]
+recipe = "stages/tiny-base"
+settings = ["model.preset=qwen3-8b", "trainer.expert_parallel_size=1"]
+
+[stages.student]
+recipe = "stages/tiny-distil"
+
+[stages.student.inputs]
+"model.path" = "base"
+"distillation.teachers.0.path" = "one"
+"distillation.teachers.1.path" = "{second}"
+"distillation.teachers.2.path" = "two"
+"""
+MIXED = """
+[stages.mixed]
+merge = { one = 1, other = 1 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "more", "message"),
+    [
+        ("other", "", "distillation.teachers.1.path of stage student .* that of stage other"),
+        ("two", MIXED, "mixed merges models that do not descend from one: other: .* model of one"),
+        ("two", "", None),
+    ],
+)
+def test_what_stages_teach_and_merge_is_of_one_model(graph_file, second, more, message):
+    """Known before any of them is trained, by what they descend from."""
+    graph_file.write_text(graph_file.read_text() + AS_TEACHERS.format(second=second) + more)
+    if message is None:
+        load_graph(graph_file)
+        return
+    with pytest.raises(ConfigError, match=message):
+        load_graph(graph_file)
+
+
+def test_a_problem_of_a_recipe_says_of_which_stage_it_is(graph_file):
+    """Several stages of a graph may have one recipe."""
+    changed(graph_file, '"optimizer.lr=1e-4"', '"optimzer.lr=1e-4"')
+    with pytest.raises(ConfigError, match=r"did you mean|optimizer\.lr") as told:
+        load_graph(graph_file)
+    assert re.fullmatch(rf"stage one, {re.escape(str(graph_file))}:\d+", told.value.where)
 
 
 WITH_REWARD_MODELS = """
@@ -563,6 +611,8 @@ def test_teachers_and_presets_are_what_a_stage_is_made_from(graph_file, tmp_path
     graph = load_graph(graph_file)
     before = Records(graph).fingerprint("one")
     (tmp_path / "teacher").mkdir()
+    hf = records_module.load_preset("tiny-qwen3-moe").hf
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(hf | {"vocab_size": 16}))
     (tmp_path / "teacher" / "model.safetensors").write_text("x")
     assert Records(graph).fingerprint("one") != before
     before = Records(graph).fingerprint("one")
@@ -570,8 +620,42 @@ def test_teachers_and_presets_are_what_a_stage_is_made_from(graph_file, tmp_path
     (tmp_path / "teacher" / "shards" / "1.safetensors").write_text("x")
     assert Records(graph).fingerprint("one") != before
     before = Records(graph).fingerprint("base")
-    monkeypatch.setattr(records_module, "load_preset", lambda name: SimpleNamespace(hf={"x": 1}))
+    other = SimpleNamespace(file=SimpleNamespace(values={"tokenizer": {"alphabet": "ab"}}))
+    monkeypatch.setattr(records_module, "load_preset", lambda name: other)
     assert Records(graph).fingerprint("base") != before
+
+
+OWN = """settings = [
+    'domains.0.rewards=[{function="own_rewards:score"}]',
+    'domains.1.rewards=[{function="own_package.parts:score", arguments={table="own.csv"}}]',
+    'objective.advantage=own_rewards:advantage', 'objective.advantage_std=none',
+]"""
+
+
+@pytest.mark.parametrize(
+    "edited",
+    ["own_rewards.py", "own_package/helpers.py", "own.csv"],
+)
+def test_own_code_and_files_are_what_a_stage_is_made_from(
+    graph_file, tmp_path, monkeypatch, edited
+):
+    monkeypatch.chdir(tmp_path)
+    names = ("own_rewards.py", "own_package/parts.py", "own_package/helpers.py", "own.csv")
+    for name in (*names, "other.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    changed(graph_file, 'recipe = "stages/tiny-base"', f'recipe = "stages/tiny-base"\n{OWN}')
+    graph = load_graph(graph_file)
+    before = Records(graph).fingerprint("base")
+    (tmp_path / "other.py").write_text("x = 22")
+    assert Records(graph).fingerprint("base") == before
+    (tmp_path / edited).write_text("x = 22")
+    assert Records(graph).fingerprint("base") != before
+
+
+def test_folders_of_images_are_what_a_stage_is_made_from(tmp_path):
+    config = resolve("demo/vision-count-cpu", [f"domains.0.image_folder={tmp_path}"]).config
+    assert tmp_path in own_files(config)
 
 
 def test_a_stage_alone_says_that_it_cannot_run(graph_file):
@@ -839,7 +923,7 @@ def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch)
 INTERRUPTED_GRAPH = """
 import signal, sys
 from grpo_megatron.stages import runner
-from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.loading import load_graph
 
 file, fake, before = sys.argv[1:]
 signal.signal(signal.SIGINT, getattr(signal, before))

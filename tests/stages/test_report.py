@@ -25,7 +25,7 @@ from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.plan.ppo import comparison_of
 from grpo_megatron.stages.explorer_coverage import explorer_coverage
-from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.loading import load_graph
 from grpo_megatron.stages.report import write_report
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter

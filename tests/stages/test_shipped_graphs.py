@@ -7,7 +7,7 @@ import pytest
 from grpo_megatron import assets
 from grpo_megatron.launch.slurm import render
 from grpo_megatron.plan.memory import memory_problems, plan_of
-from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.loading import load_graph
 
 GRAPHS = sorted(path.stem for path in (assets.root() / "recipes" / "graphs").glob("*.toml"))
 
