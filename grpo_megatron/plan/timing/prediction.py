@@ -196,7 +196,8 @@ def predict_run(
         device = CPU
     hf, _ = configuration_of(config.model)
     vocab_size = vocabulary_of(hf, config.model)
-    sizes = policy_sizes(config)
+    # of the steps, which come after a cold start
+    sizes = policy_sizes(config.model_copy(update={"cold_start": None}))
     machine = Machine(
         constants, constants.device(device), placement.gpus_per_node or config.num_devices
     )
@@ -371,7 +372,7 @@ def _prediction(
     if placement.gpus_per_node:
         num_gpus = placement.num_gpus
     tokens = load.num_samples * lengths.total
-    whole = whole_model(config)
+    whole = replace(whole_model(config), lora=config.lora)
     trained = config.batch.epochs * load.computed_share
     squares = load.num_samples * lengths.mean_square
     flops = trained * model_flops(whole, tokens, squares)

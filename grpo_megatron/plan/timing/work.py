@@ -1,10 +1,11 @@
 """What a trainer rank computes, reads and sends for a micro-batch: amounts, no seconds.
 
-    operations of a matrix        2 x its elements x its tokens, twice that in the backward
+    operations of a matrix        2 x its elements x its tokens, twice that in the backward; once
+                                  where it is frozen beside adapters, which have no gradient of it
     operations of attention       heads x (width of keys + width of values) x sum of squared lengths
                                   (of the causal half), 2.5 times that in the backward
     bytes of weights              each once a pass, and twice in the backward, which adds a gradient
-                                  in float32 to its buffer
+                                  in float32 to its buffer; of a frozen one there is none
     bytes of activations          what a layer keeps (`plan.step_memory`), several times
     bytes of collectives          `plan.traffic`, by the links that they take
 
@@ -22,7 +23,14 @@ from grpo_megatron.plan.traffic import (
     forward_traffic,
     layers_traffic,
 )
-from grpo_megatron.plan.weights import FORMS, Sizes, is_matrix, product, weights_of_chunk
+from grpo_megatron.plan.weights import (
+    FORMS,
+    Sizes,
+    adapters_of_part,
+    is_matrix,
+    product,
+    weights_of_chunk,
+)
 
 _OF_OWN_TOKENS = {"q_rank hidden", "latent_rope hidden", "experts hidden"}
 """Matrices that every tensor-parallel rank has whole, for its own tokens under sequence
@@ -97,17 +105,20 @@ def stage_work(s: Sizes, stage: int, batch: MicroBatchSize, backward_ratio: floa
     """Return what a rank of `stage` does for a micro-batch; `backward_ratio`: of attention."""
     layers = _layer_amounts(s, stage, batch)
     ends = _end_amounts(s, stage, batch)
+    adapters = _adapter_amounts(s, stage, batch)
     step = _step(s, stage, batch)
-    forward = layers + ends + _sent(s, forward_traffic(s, step, 1))
-    backward = _differentiated(layers + ends, s, stage, backward_ratio)
+    forward = layers + ends + adapters + _sent(s, forward_traffic(s, step, 1))
+    is_frozen = s.lora is not None
+    backward = _differentiated(layers + ends, s, backward_ratio, is_frozen=is_frozen)
+    backward += _differentiated(adapters, s, backward_ratio)
     backward += _sent(s, backward_traffic(s, step, 1))
     if s.trainer.recompute == "full":
-        backward += layers + _sent(s, layers_traffic(s, step, 1))
+        backward += layers + adapters + _sent(s, layers_traffic(s, step, 1))
     if stage == 0 and batch.images is not None:
         tower = _forward_of_tower(s, batch.images)
         forward += tower
         if s.trainer.vision_tower == "trained":
-            backward += _differentiated(tower, s, stage, backward_ratio)
+            backward += _differentiated(tower, s, backward_ratio)
             if s.trainer.recompute == "full":
                 backward += tower
     return StageWork(forward, backward)
@@ -167,6 +178,21 @@ def expert_elements(s: Sizes) -> int:
     return sum(product(form, s.symbols) for form in FORMS["weights"]["expert"])
 
 
+def adapter_elements(s: Sizes, *, is_moe: bool) -> tuple[int, int]:
+    """Return elements of a layer's adapters on a rank, A and B of each: of those that every token
+    of a micro-batch meets, and of those of one routed expert."""
+    of_attention = _elements_of_adapters(s, s.attention)
+    if not is_moe:
+        return of_attention + _elements_of_adapters(s, "mlp"), 0
+    of_shared = _elements_of_adapters(s, "shared")
+    return of_attention + of_shared, _elements_of_adapters(s, "expert")
+
+
+def _elements_of_adapters(s: Sizes, part: str) -> int:
+    adapters = adapters_of_part(s, part)
+    return sum(adapter.rank * (adapter.num_inputs + adapter.num_outputs) for adapter in adapters)
+
+
 def attention_widths(s: Sizes) -> int:
     """Width of a head's keys and of its values together."""
     if s.attention == "latent":
@@ -177,18 +203,24 @@ def attention_widths(s: Sizes) -> int:
 
 def model_flops(whole: Sizes, tokens: float, squares: float) -> float:
     """Operations of a forward and a backward of the whole model, nothing computed twice: 6 for each
-    element that a token meets, and of attention what causality leaves. What MFU is a share of."""
+    element that a token meets, 4 where it is frozen beside adapters, and of attention what
+    causality leaves. What MFU is a share of."""
+    of_weight = 6
+    if whole.lora is not None:
+        of_weight = 4
     total = 0.0
     for is_moe in whole.layers_of(0, 0):
         elements = sum(matrix_elements(whole, is_moe=is_moe))
+        in_adapters, of_expert = adapter_elements(whole, is_moe=is_moe)
         if is_moe:
             elements += whole.symbols["top_k"] * expert_elements(whole)
-        total += 6 * elements * tokens
+            in_adapters += whole.symbols["top_k"] * of_expert
+        total += (of_weight * elements + 6 * in_adapters) * tokens
         total += 3 * whole.symbols["heads"] * attention_widths(whole) * squares
     if whole.has_reward_head:
         return total  # a scalar is one product a token
     of_output: int = whole.symbols["vocabulary"] * whole.symbols["hidden"]
-    return total + 6 * of_output * tokens
+    return total + of_weight * of_output * tokens
 
 
 def _layer_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
@@ -226,6 +258,30 @@ def _layer_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
     return total
 
 
+def _adapter_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
+    """Return the forward of the adapters beside a stage's layers, without collectives. What they
+    keep is among that of the layers."""
+    t = s.trainer
+    tokens = batch.tokens / t.context_parallel_size
+    own_tokens = tokens
+    if t.sp:
+        own_tokens /= t.tensor_parallel_size
+    total = Amounts()
+    for is_moe in s.layers_of_stage(stage):
+        of_all, of_expert = adapter_elements(s, is_moe=is_moe)
+        held = of_all
+        rows = 0.0
+        if is_moe:
+            rows = own_tokens * s.symbols["top_k"] * t.etp
+            held += of_expert * (s.symbols["experts"] // t.expert_parallel_size)
+        total += Amounts(
+            matrix_flops=2 * of_all * tokens,
+            expert_flops=2 * of_expert * rows,
+            weight_bytes=held * s.symbols["element"],
+        )
+    return total
+
+
 def _end_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
     """Return the output layer and the loss, on the last stage."""
     if stage != s.trainer.pipeline_parallel_size - 1 or s.has_reward_head:
@@ -239,14 +295,21 @@ def _end_amounts(s: Sizes, stage: int, batch: MicroBatchSize) -> Amounts:
     )
 
 
-def _differentiated(forward: Amounts, s: Sizes, stage: int, backward_ratio: float) -> Amounts:
-    """Return the backward of these passes, without collectives."""
+def _differentiated(
+    forward: Amounts, s: Sizes, backward_ratio: float, *, is_frozen: bool = False
+) -> Amounts:
+    """Return the backward of these passes, without collectives. is_frozen: their weights have no
+    gradients, so that only those of their inputs are computed."""
     element = s.symbols["element"]
     gradients = forward.weight_bytes / element * 8  # read and written in float32
+    products = 2  # gradients of the inputs, and of the weights
+    if is_frozen:
+        gradients = 0.0
+        products = 1
     return Amounts(
-        matrix_flops=2 * forward.matrix_flops,
-        expert_flops=2 * forward.expert_flops,
-        tower_flops=2 * forward.tower_flops,
+        matrix_flops=products * forward.matrix_flops,
+        expert_flops=products * forward.expert_flops,
+        tower_flops=products * forward.tower_flops,
         attention_flops=backward_ratio * forward.attention_flops,
         weight_bytes=forward.weight_bytes + gradients,
         kept_bytes=2 * forward.kept_bytes,

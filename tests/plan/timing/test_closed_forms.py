@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
@@ -29,6 +30,7 @@ from grpo_megatron.plan.timing.trainer import (
 )
 from grpo_megatron.plan.timing.work import (
     MicroBatchSize,
+    adapter_elements,
     expert_elements,
     matrix_elements,
     model_flops,
@@ -79,6 +81,38 @@ def test_tensor_parallelism_halves_what_it_splits():
     assert whole.backward.matrix_flops == 2 * whole.forward.matrix_flops
     assert whole.backward.attention_flops == 2.5 * whole.forward.attention_flops
     assert whole.forward.tensor_bytes == 0 < half.forward.tensor_bytes
+
+
+def test_operations_of_adapters_beside_frozen_weights():
+    """Qwen3-8B with rank 16: A and B of seven layers; no gradient of a weight that is frozen."""
+    layer = 4096 * 4096 + 4096 * (32 + 2 * 8) * 128 + 3 * 4096 * 12288
+    adapters = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
+    output = 151936 * 4096
+    hf = load_preset("qwen3-8b").hf
+    s = sizes_of(hf, hf["vocab_size"], TrainerConfig(), LoraConfig(rank=16))
+    assert adapter_elements(s, is_moe=False) == (adapters, 0)
+    batch = MicroBatchSize(tokens=1024, squares=1024**2, policy_tokens=1024)
+    work = stage_work(s, 0, batch, 2.5)
+    assert work.forward.matrix_flops == 2 * 1024 * (36 * (layer + adapters) + output)
+    assert work.backward.matrix_flops == 2 * 1024 * (36 * (layer + 2 * adapters) + output)
+    assert work.backward.weight_bytes == 2 * (36 * (layer + 5 * adapters) + output)
+    attention = 36 * 3 * 32 * (128 + 128) * 1024**2
+    elements = 4 * (36 * layer + output) + 6 * 36 * adapters
+    assert model_flops(s, 1024, 1024**2) == elements * 1024 + attention
+
+
+def test_operations_of_adapters_of_experts():
+    """Qwen3-30B-A3B with rank 8: 8 of 128 experts of 768, each with adapters of its own."""
+    targets = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+    hf = load_preset("qwen3-30b-a3b").hf
+    s = sizes_of(hf, hf["vocab_size"], TrainerConfig(), LoraConfig(rank=8, targets=targets))
+    of_expert = 8 * 3 * (2048 + 768)
+    assert adapter_elements(s, is_moe=True) == (0, of_expert)
+    batch = MicroBatchSize(tokens=1000, squares=1000**2, policy_tokens=1000)
+    work = stage_work(s, 0, batch, 2.5)
+    expert = 3 * 2048 * 768
+    assert work.forward.expert_flops == 48 * 2 * 8 * 1000 * (expert + of_expert)
+    assert work.backward.expert_flops == 48 * 2 * 8 * 1000 * (expert + 2 * of_expert)
 
 
 def test_full_recomputation_computes_the_layers_again():

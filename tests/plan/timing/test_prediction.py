@@ -142,6 +142,30 @@ def test_json_has_a_source_for_every_constant(capsys):
     assert found["constants"]["decode_efficiency"]["kind"] == "given"
 
 
+def test_adapters_take_less_time_than_weights():
+    """On one GPU; no gradients of frozen weights, no optimizer of theirs; decoding is the same."""
+    recipe = "single_gpu/qwen3-8b-lora"
+    adapters, weights = predicted(recipe), predicted(recipe, "lora=null")
+    assert adapters.forward_backward_s < weights.forward_backward_s
+    assert adapters.generation_s == weights.generation_s
+    trained = []
+    for overrides in ([], ["lora=null"]):
+        numbers = plan_of(resolve(recipe, overrides).config).numbers
+        trained.append(numbers["trained_parameters"])
+    share = trained[0] / trained[1]
+    assert adapters.optimizer_s == pytest.approx(share * weights.optimizer_s)
+
+
+def test_gradients_of_adapters_are_reduced_and_no_others():
+    recipe = "moe/qwen3-30b-a3b-lora"
+    assert predicted(recipe).gradient_sync_s < predicted(recipe, "lora=null").gradient_sync_s / 5
+
+
+def test_adapters_are_predicted_as_they_are_after_a_cold_start():
+    recipe = "demo/lora-moe-cpu"
+    assert predicted(recipe) == predicted(recipe, "cold_start=null")
+
+
 @pytest.mark.parametrize("name", CONSTANTS.constants)
 def test_a_plan_is_made_with_every_valid_bound_of_a_constant(capsys, name):
     constant = CONSTANTS.constants[name]
