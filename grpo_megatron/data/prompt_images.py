@@ -1,8 +1,8 @@
 """Images of a data set's rows: read, checked, and put into the tokens of their prompts.
 
-A row has them in `image_field`, one or a list: a path, a `data:` URI, the bytes, or a table of
-`bytes` and `path`, as Hugging Face's Parquet files have it; an empty text is none. `<image>`
-in the question says where each one is; without it they come first.
+A row has them in `image_field`, one or a list: a path, a `file:` or `data:` URI, the bytes, or a
+table of `bytes` and `path`, as Hugging Face's Parquet files have it; an empty text is none.
+`<image>` in the question says where each one is; without it they come first.
 
 What cannot be seen is refused for its row alone, with the row's name."""
 
@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.config.suggest import nearest
@@ -269,21 +270,46 @@ def _bytes_of(source: Any, domain: DomainConfig) -> bytes:
         if content is not None:
             return _of_bytes(content)
         source = source.get("path")
+        if source is None or source == "":
+            raise DataError(
+                "an image is a table with neither bytes nor a path",
+                remedy="leave the image or the row out, or give it its bytes or its path",
+            )
     if isinstance(source, bytes):
         return source
     if not isinstance(source, str) or not source:
+        found = type(source).__name__
+        if source == "":
+            found = "an empty text in a list"
         raise DataError(
-            f"an image is {type(source).__name__}, expected a path, bytes or a data: URI",
+            f"an image is {found}, expected a path, bytes or a data: URI",
             remedy="leave the row out, or mend the image",
         )
     if source.startswith("data:"):
         return _of_data_uri(source)
+    if source.startswith("file:"):
+        return _of_file(domain, _path_of_uri(source))
     if "://" in source:
         raise DataError(
             f"an image is at {_beginning(source)!r}, and a run loads nothing from the network",
             remedy="download the images and give their paths",
         )
     return _of_file(domain, source)
+
+
+def _path_of_uri(uri: str) -> str:
+    """Return the path in a `file:` URI. Raises DataError where it is none of this machine."""
+    path = uri.removeprefix("file:")
+    host = ""
+    if path.startswith("//"):  # else there is no host: "file:/data/a.png"
+        host, slash, rest = path.removeprefix("//").partition("/")
+        path = slash + rest
+    if host not in ("", "localhost") or not path.startswith("/"):
+        raise DataError(
+            f"an image is at {_beginning(uri)!r}, which is no whole path of this machine",
+            remedy="write file:/// and all of the path, or the path itself",
+        )
+    return unquote(path)
 
 
 def _beginning(name: str) -> str:

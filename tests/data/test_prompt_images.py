@@ -136,6 +136,13 @@ BAD = {
     "numbers": ({"images": [{"bytes": [137, 256]}]}, "numbers from 0 to 255"),
     "nul": ({"images": ["a\0b.png"]}, "no image at"),
     "base64": ({"images": [base64.b64encode(bytes(300)).decode()]}, "A… (400 characters)"),
+    "no_path": ({"images": [{"bytes": None, "path": ""}]}, "a table with neither bytes nor a path"),
+    "path_only": ({"images": {"path": ""}}, "a table with neither bytes nor a path"),
+    "nothing": ({"images": {}}, "a table with neither bytes nor a path"),
+    "empty": ({"images": ["", "small.png"]}, "an image is an empty text in a list"),
+    "file_of_host": ({"images": ["file://small.png"]}, "no whole path of this machine"),
+    "file_of_folder": ({"images": ["file:small.png"]}, "no whole path of this machine"),
+    "file_absent": ({"images": ["file:///absent/a.png"]}, "no image at /absent/a.png"),
     "token": ({"question": "what is <|image_pad|>?", "images": ["small.png"]}, "only images may"),
     "token_alone": ({"question": "what is <|image_pad|>?", "images": None}, "only images may have"),
     "marks": ({"question": "<image><image>?", "images": ["small.png"]}, "2 <image> for 1 images"),
@@ -164,6 +171,20 @@ def test_a_row_that_cannot_be_seen_is_left_out_by_name(tmp_path, tokenizer, read
     alone = write_rows(tmp_path / "b.jsonl", [good | fields])
     with pytest.raises(DataError, match=r"b\.jsonl:1"):
         load_prompts(domain_of(alone), 0, tokenizer, reader)
+
+
+@pytest.mark.parametrize("begin", ["file://", "file://localhost", "file:"])
+def test_a_file_uri_is_a_path(tmp_path, tokenizer, reader, begin):
+    """Also beside bytes that are none; marks of percent and number signs stay themselves."""
+    (tmp_path / "a b#c?.png").write_bytes(SMALL)
+    uri = f"{begin}{tmp_path}/a%20b#c?.png"
+    rows = [
+        {"question": "1?", "answer": "1", "images": [uri]},
+        {"question": "2?", "answer": "1", "images": {"bytes": None, "path": uri}},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    prompts = load_prompts(domain_of(path), 0, tokenizer, reader)
+    assert [prompt.images[0].digest for prompt in prompts] == 2 * [digest_of(SMALL)]
 
 
 def test_base_64_in_a_table_is_told_where_it_goes(tmp_path, tokenizer, reader):
