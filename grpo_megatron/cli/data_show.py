@@ -18,13 +18,18 @@ from grpo_megatron.cli.preference_show import first_rows, show_answers
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.chat_template import ChatTemplate
-from grpo_megatron.data.conversation import MESSAGES
-from grpo_megatron.data.dataset_answers import end_of_turn, refuse_bad_responses
+from grpo_megatron.data.conversation import MESSAGES, RESPONSES
+from grpo_megatron.data.dataset_answers import (
+    DatasetAnswers,
+    end_of_turn,
+    refuse_bad_responses,
+)
 from grpo_megatron.data.prompt_images import ImageReader, lack_of_images
 from grpo_megatron.data.prompt_text import (
     PromptRenderer,
     arguments_of,
     messages_of,
+    name_of_preset,
     tokenizer_directory,
 )
 from grpo_megatron.data.prompts import tokenised
@@ -68,6 +73,8 @@ def show_domains(
     with _quiet_rewards(), tokenizer_directory(config.model) as directory:
         if config.model.path is None and run_model.is_dir():
             directory = run_model
+        elif config.model.path is None and directory is not None:
+            say = _naming(directory, name_of_preset(config.model), say)
         tokenizer = None
         images = None
         if directory is not None:
@@ -95,6 +102,11 @@ def _quiet_rewards() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+def _naming(folder: Path, name: str, say: Say) -> Say:
+    """Return a `say` that says `name` in the place of a temporary folder."""
+    return lambda text: say(text.replace(str(folder), name))
 
 
 def _absent_model(config: RunConfig) -> str:
@@ -145,7 +157,9 @@ def _show_domain(
             _show_tokens(prompt.token_ids, tokenizer, longest, say)
         for image in prompt.images:
             say(f"image {image.digest[:16]}: {image.rows} x {image.columns} tokens")
-        say(f"answer: {_shortened(prompt.answer, 200)}")
+        say(f"answer: {_shortened(prompt.answer, 200) or '(empty)'}")
+        if tokenizer is not None:
+            _show_what_is_not_trained(domain, config, prompt, tokenizer, say)
         for name, words in verdict.items():
             say(f"reward {name} of the {judged}: {words}")
     say("")
@@ -315,6 +329,40 @@ def _show_tokens(ids: Sequence[int], tokenizer: TextTokenizer, longest: int, say
     say(f"special tokens: {counted or 'none'}")
     if len(ids) > longest:
         say(f"note: a run drops it: {longest} tokens leave room for max_new_tokens")
+
+
+def _show_what_is_not_trained(
+    domain: DomainConfig, config: RunConfig, prompt: Prompt, tokenizer: TextTokenizer, say: Say
+) -> None:
+    """Say which answers of a row a run leaves out or cuts, where it trains those of rows."""
+    if not domain.weight:
+        return
+    if config.uses_dataset:
+        budget = config.max_new_tokens_of(domain.name)
+        answers = DatasetAnswers([domain], tokenizer, budget)
+        num_kept = len(answers.texts(prompt))
+        num_empty = len(prompt.metadata.get(RESPONSES) or [prompt.answer]) - num_kept
+        if num_empty:
+            what = f"{num_empty} of its answers"
+            if not num_kept:
+                what = "it"
+            say(f"note: a run leaves {what} out: empty, or no more than the prompt says already")
+        (num_cut,) = answers.num_cut([prompt])
+        if num_cut:
+            say(
+                f"note: a run cuts {num_cut} of its answers: longer than max_new_tokens ({budget}) "
+                "with the end, which is then not trained"
+            )
+    elif config.cold_start is not None and domain.environment is None:
+        longest = config.rollout.max_model_len
+        answers = DatasetAnswers([domain], tokenizer, longest)
+        if not answers.has_first(prompt):
+            say("note: the cold start leaves it out: its answer is empty")
+        elif answers.num_cut([prompt], of_first=True) == [1]:
+            say(
+                f"note: the cold start cuts its answer: longer than max_model_len ({longest}) with "
+                "the end, which is then not trained"
+            )
 
 
 # --- rewards

@@ -18,7 +18,7 @@ from grpo_megatron.data.conversation import (
     with_last_question,
 )
 from grpo_megatron.data.tiny_model import write_tiny_model
-from grpo_megatron.errors import DataError, placed_at
+from grpo_megatron.errors import DataError, GrpoMegatronError, placed_at
 from grpo_megatron.types import Problem, Prompt
 
 
@@ -146,7 +146,9 @@ def messages_of(problem: Problem, domain: DomainConfig) -> list[Message]:
 @contextmanager
 def tokenizer_directory(model: ModelConfig) -> Iterator[Path | None]:
     """Where the tokenizer of a model is, before a run has started: its checkpoint, or for a tiny
-    one a temporary folder; None where the checkpoint is not on this machine."""
+    one a temporary folder; None where the checkpoint is not on this machine.
+
+    An error of the block names the preset in the place of the temporary folder."""
     if model.path is not None:
         if model.path.is_dir():
             yield model.path
@@ -158,4 +160,14 @@ def tokenizer_directory(model: ModelConfig) -> Iterator[Path | None]:
         return
     with TemporaryDirectory() as folder:
         write_tiny_model(Path(folder), load_preset(model.preset))
-        yield Path(folder)
+        try:
+            yield Path(folder)
+        except GrpoMegatronError as error:
+            if error.where:
+                error.where = error.where.replace(folder, name_of_preset(model))
+            raise
+
+
+def name_of_preset(model: ModelConfig) -> str:
+    """Return what messages call the files of a model that has no directory of its own."""
+    return f"preset {model.preset}"

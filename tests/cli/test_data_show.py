@@ -6,13 +6,17 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from grpo_megatron.cli.data_show import _reads_answer
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.errors import DataError
+from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rewards import functions
 from tests.data.chat_templates import TEMPLATES, write_tokenizer
 from tests.rewards.sandboxes import needs_sandbox
@@ -163,6 +167,60 @@ def test_rows_with_bad_images_are_left_out_and_three_others_shown(tmp_path, caps
     assert "left out: 1 more rows" in text
     assert "How many?" in text and "1 x 2 tokens" in text
     assert _show_seen(tmp_path, bad) == 4
+
+
+def test_a_way_to_prepare_images_that_a_run_refuses_is_refused(tmp_path, capsys):
+    write_tiny_model(tmp_path / "model", load_preset("tiny-qwen2.5-vl"))
+    file = tmp_path / "model" / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_resize": False}))
+    rows = [{"question": "How many?", "answer": "1"}]
+    model = ("model.preset=null", f"model.path={tmp_path / 'model'}")
+    assert _show_seen(tmp_path, rows, *model) == 2
+    assert "do_resize = False, expected True" in capsys.readouterr().err
+
+
+def test_a_preset_is_named_in_the_place_of_a_temporary_folder(capsys):
+    recipe = "demo/agent-calculator-cpu"
+    assert main(["data", "show", recipe, "runs_dir=absent"]) == 0
+    said = capsys.readouterr().out
+    assert "chat template: preset tiny-qwen3-moe-agent/tokenizer_config.json" in said
+    assert tempfile.gettempdir() not in said
+    model = resolve(recipe, []).config.model
+    with pytest.raises(DataError) as caught, tokenizer_directory(model) as directory:
+        raise DataError("no end", where=f"{directory}/config.json")
+    assert caught.value.where == "preset tiny-qwen3-moe-agent/config.json"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "words"),
+    [
+        (("kind=sft",), [{"question": "1?", "answer": " "}], "note: a run leaves it out: empty"),
+        (
+            ("kind=sft",),
+            [{"question": "1?", "answer": "1", "responses": ["2", ""]}],
+            "note: a run leaves 1 of its answers out: empty",
+        ),
+        (
+            ("kind=sft", "rollout.max_new_tokens=4"),
+            [{"question": "1?", "answer": "one two three four five"}],
+            "note: a run cuts 1 of its answers: longer than max_new_tokens (4) with the end",
+        ),
+    ],
+)
+def test_answers_that_are_not_trained_are_marked(show, settings, rows, words):
+    code, text = show(*settings, rows=[*rows, {"question": "2?", "answer": "2"}])
+    assert code == 0
+    assert words in text
+    assert text.count("note: a run") == 1
+
+
+def test_answers_that_a_cold_start_leaves_out_are_marked(show):
+    settings = "cold_start={target_accuracy=0.5}"
+    rows = [{"question": "1?", "answer": ""}, {"question": "2?", "answer": "2"}]
+    code, text = show(settings, "data.num_validation=2", rows=rows)
+    assert code == 0
+    assert "answer: (empty)\nnote: the cold start leaves it out: its answer is empty" in text
+    assert text.count("note: the cold start") == 1
 
 
 def test_a_box_of_the_file_is_no_completion(show):
