@@ -42,7 +42,8 @@ class RecordedDigests:
             raise MismatchError(
                 f"tensor {name!r} is not what was written, by {DIGESTS_OF_TENSORS}",
                 where=str(self._directory),
-                remedy="restore the checkpoint from a copy; if it was changed on purpose, remove "
+                remedy="restore the checkpoint from a copy; of a run or a stage, remove the folder "
+                "and resume it; if it was changed on purpose, remove "
                 f"{DIGESTS_OF_TENSORS} from it",
             )
 

@@ -61,7 +61,8 @@ def submit(graph: Graph, site: Site, skip_reward_check: SkipRewardCheck = False)
 
 @app.command()
 def status(graph: Graph) -> None:
-    """Stages in order: state, accuracy, gates; then how they build on each other."""
+    """Stages in order: state, accuracy, gates, what has changed since they began; then how they
+    build on each other."""
     from grpo_megatron.launch.slurm import JobStates, job_of
     from grpo_megatron.stages.loading import load_graph
     from grpo_megatron.stages.records import Records
@@ -73,6 +74,9 @@ def status(graph: Graph) -> None:
     for name in loaded.order:
         result = records.result(name)
         notes = records.closed_gates(name)
+        changed = records.changed_since(name)
+        if changed:
+            notes.append(changed)
         job = job_of(loaded.run_dir(name))
         if job and not result:
             notes.append(f"job {job} {states.words(job)}")
@@ -85,7 +89,9 @@ def status(graph: Graph) -> None:
         state = records.state(name).value
         rows.append((name, loaded.kind(name), state, accuracy, seconds, "; ".join(notes)))
     print_table(
-        ("stage", "kind", "state", "accuracy", "seconds", "gates, job"), rows, labelled=True
+        ("stage", "kind", "state", "accuracy", "seconds", "gates, changes, job"),
+        rows,
+        labelled=True,
     )
     for level in loaded.levels():
         shown = []

@@ -1,15 +1,12 @@
 """Whether checkpoints that a run begins with have what it reads of them."""
 
-import json
 from pathlib import Path
 
 from grpo_megatron.checkpoints.retention import is_torch_dist
+from grpo_megatron.checkpoints.weight_files import named_files
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import CheckpointError
-
-_SINGLE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 def refuse_incomplete_models(config: RunConfig, *, has_checkpoint: bool = False) -> None:
@@ -33,7 +30,7 @@ def refuse_incomplete_models(config: RunConfig, *, has_checkpoint: bool = False)
 
 
 def _refuse_without_weights(key: str, directory: Path) -> None:
-    files = _named_files(directory)
+    files = named_files(directory)
     missing = [name for name in files if not (directory / name).exists()]
     if not missing:
         return
@@ -45,15 +42,3 @@ def _refuse_without_weights(key: str, directory: Path) -> None:
         where=str(directory.absolute()),
         remedy="download or copy the whole checkpoint, in safetensors format",
     )
-
-
-def _named_files(directory: Path) -> list[str]:
-    """Return the files that hold the weights: those that the index names, or the single one; none
-    where the index cannot be read."""
-    index = directory / _INDEX
-    if not index.exists():
-        return [_SINGLE_FILE]
-    try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return []

@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
+from grpo_megatron.checkpoints.weight_files import has_whole_weights, is_whole
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.gates import evaluated_domains, parse_gate
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe
@@ -187,10 +188,11 @@ class Graph:
         return run_dir.export.absolute()
 
     def has_output(self, name: str) -> bool:
-        """Whether what a stage makes is there, of every domain that has a checkpoint of its own."""
+        """Whether what a stage makes is there as a whole, of every domain that has a checkpoint of
+        its own."""
         output = self.output(name)
         domains = self.domains_with_checkpoints(name) or ("",)
-        return all((output / domain).exists() for domain in domains)
+        return all(is_there(output / domain) for domain in domains)
 
     def input(self, key: str, text: str) -> Path:
         """Absolute path of what a stage's key takes from a `Source`: its output, or of an RL run
@@ -373,3 +375,13 @@ class Graph:
 def is_data(key: str) -> bool:
     """Whether a key takes data: the path of a domain."""
     return _DATA_KEY.fullmatch(key) is not None
+
+
+def is_there(path: Path) -> bool:
+    """Whether what a stage has given is there: a file, a run's directory, or a checkpoint or
+    adapters with whole files of weights."""
+    if (path / "adapter_config.json").is_file():
+        return is_whole(path / "adapter_model.safetensors")
+    if path.is_dir() and not RunDir(path).has_run:
+        return (path / "config.json").is_file() and has_whole_weights(path)
+    return path.exists()

@@ -9,11 +9,20 @@ from typing import Any
 
 import grpo_megatron
 from grpo_megatron.config.gates import closed_gates, read_result
+from grpo_megatron.config.keys import dotted, leaves
+from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.stages.graph import Graph
+from grpo_megatron.stages.graph import Graph, is_there
 from grpo_megatron.stages.own_files import own_files
+
+_NO_INPUTS = {"runs_dir", "telemetry", "gates"}
+"""Settings that change nothing in what a stage makes."""
+_MANY = 3
+"""Changed settings that are told by name."""
 
 
 class State(StrEnum):
@@ -63,8 +72,9 @@ class Records:
         return self.is_unchanged(name) and self.graph.run_dir(name).result.exists()
 
     def _keeps_what_is_taken(self, name: str) -> bool:
-        """Whether what a stage has made is still there for those that take it and have not ended,
-        or, of a last stage, at all: what nobody takes any more may be removed to make room."""
+        """Whether what a stage has made is still there as a whole for those that take it and have
+        not ended, or, of a last stage, at all: what nobody takes any more may be removed to make
+        room."""
         graph = self.graph
         takers = graph.takers(name)
         if not takers:
@@ -72,7 +82,7 @@ class Records:
         for taker in takers:
             if self._has_ended(taker):
                 continue
-            if not all(path.exists() for path in graph.taken(taker, name)):
+            if not all(map(is_there, graph.taken(taker, name))):
                 return False
         return True
 
@@ -85,12 +95,30 @@ class Records:
         write_atomically(run_dir.stage_fingerprint, self.fingerprint(name))
 
     def result(self, name: str) -> dict[str, Any]:
-        """Return the values of `result.json`; empty before the stage's end. ConfigError where it is
-        damaged."""
-        run_dir = self.graph.run_dir(name)
-        if not run_dir.result.exists():
+        """Return the values of `result.json`; empty before the stage's end, and where it is one of
+        other inputs. ConfigError where it is damaged."""
+        if not self._has_ended(name):
             return {}
-        return read_result(run_dir.root)
+        return read_result(self.graph.run_dir(name).root)
+
+    def changed_since(self, name: str) -> str:
+        """Return in what a stage that has begun differs from what it would be now: settings, or
+        something else; empty where it has not begun or is the same."""
+        run_dir = self.graph.run_dir(name)
+        if self.is_unchanged(name) or not run_dir.has_run:
+            return ""
+        now = _settings(self.graph.resolve(name).config)
+        try:
+            then = _settings(read_resolved(run_dir.config).config)
+        except ConfigError:
+            return "another release began it, or its config.json is damaged"
+        keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+        if not keys:
+            return "a file, code, or what it builds on has changed"
+        told = ", ".join(keys[:_MANY])
+        if len(keys) > _MANY:
+            told += f" and {len(keys) - _MANY} more"
+        return f"changed: {told}"
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""
@@ -114,9 +142,7 @@ class Records:
         }
         if stage.recipe is not None:
             config = graph.resolve(name).config
-            known["config"] = config.model_dump(
-                mode="json", exclude={"runs_dir", "telemetry", "gates"}
-            )
+            known["config"] = config.model_dump(mode="json", exclude=_NO_INPUTS)
             made = {graph.input(key, parent) for key, parent in stage.inputs.items()}
             known["preset"] = config.model.preset and load_preset(config.model.preset).file.values
             files = {}
@@ -127,6 +153,12 @@ class Records:
         text = json.dumps(known, sort_keys=True).encode()
         self._fingerprints[name] = hashlib.sha256(text).hexdigest()
         return self._fingerprints[name]
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of which a stage is made, by dotted key."""
+    values = config.model_dump(mode="json", exclude=_NO_INPUTS)
+    return {dotted(path): value for path, value in leaves(values)}
 
 
 @cache

@@ -60,7 +60,11 @@ def _run_stages(
             say(_not_run_because_of(name, records.unfinished_parents(name)))
             first_failure = first_failure or ConfigError.exit_code
             continue
-        say(f"{name}: {graph.kind(name)}")
+        told = f"{name}: {graph.kind(name)}"
+        changed = records.changed_since(name)
+        if changed:
+            told += f", anew ({changed})"
+        say(told)
         if state is State.GATED:
             code = GateError.exit_code
         else:

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from grpo_megatron import assets
 from grpo_megatron.checkpoints import merge
+from grpo_megatron.cli.main import main
 from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RUN_NAME
 from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, RunLockedError
@@ -74,12 +76,16 @@ def changed(file: Path, old: str, new: str) -> Path:
     return file
 
 
+WITHOUT_TENSORS = (2).to_bytes(8, "little") + b"{}"
+
+
 def finish(graph, name: str, **accuracies: float) -> None:
     """As if the stage had run."""
     Records(graph).begin(name)
     run_dir = graph.run_dir(name)
     run_dir.export.mkdir(parents=True, exist_ok=True)
     shutil.copy(assets.root() / "tests" / "stages" / "config.json", run_dir.export)
+    (run_dir.export / "model.safetensors").write_bytes(WITHOUT_TENSORS)
     run_dir.result.write_text(
         json.dumps(
             {
@@ -519,7 +525,11 @@ def test_what_a_stage_takes_from_a_run_is_what_must_be_there(tmp_path):
     graph = load_graph(file)
     finish(graph, "base")
     assert states(graph)["base"] == "begun"
-    graph.run_dir("base").adapter.mkdir()
+    adapter = graph.run_dir("base").adapter
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert states(graph)["base"] == "begun"
+    (adapter / "adapter_model.safetensors").write_bytes(WITHOUT_TENSORS)
     assert states(graph) == {"base": "done", "again": "ready"}
 
 
@@ -895,6 +905,46 @@ def test_a_stage_that_did_not_get_to_start_is_no_stage_that_goes_on(
     assert states(load_graph(graph_file))["base"] == "done"
 
 
+@pytest.mark.parametrize("damage", ["cut", "gone", "no config"])
+def test_a_checkpoint_that_is_damaged_is_made_anew(graph_file, damage):
+    """While somebody is still to take it: else every stage that builds on it would fail."""
+    graph = load_graph(graph_file)
+    finish(graph, "base", plus=0.7, minus=0.5)
+    assert states(graph)["base"] == "done"
+    export = graph.run_dir("base").export
+    if damage == "cut":
+        (export / "model.safetensors").write_bytes(WITHOUT_TENSORS[:-1])
+    elif damage == "gone":
+        (export / "model.safetensors").unlink()
+    else:
+        (export / "config.json").unlink()
+    assert states(graph)["base"] == "begun"
+
+
+def test_status_says_what_has_changed_and_shows_no_older_result(graph_file, capsys):
+    graph = load_graph(graph_file)
+    finish(graph, "base", plus=0.7, minus=0.5, all=0.625)
+    write_resolved(graph.run_dir("base").config, graph.resolve("base"))
+    assert main(["stages", "status", str(graph_file)]) == 0
+    assert "0.625" in capsys.readouterr().out
+    recipe = 'recipe = "stages/tiny-base"'
+    changed(graph_file, recipe, f'{recipe}\nsettings = ["seed=4", "optimizer.lr=1e-3"]')
+    assert main(["stages", "status", str(graph_file)]) == 0
+    said = capsys.readouterr().out
+    assert "changed: seed, optimizer.lr" in said and "0.625" not in said
+
+
+def test_a_changed_file_is_told_too(graph_file, monkeypatch):
+    graph = load_graph(graph_file)
+    finish(graph, "base", plus=0.7, minus=0.5)
+    write_resolved(graph.run_dir("base").config, graph.resolve("base"))
+    assert Records(graph).changed_since("base") == ""
+    monkeypatch.setattr(records_module, "_code", lambda: "another release")
+    assert Records(graph).changed_since("base") == "a file, code, or what it builds on has changed"
+    graph.run_dir("base").config.write_text('{"config": 1, "provenance": {}}')
+    assert "config.json is damaged" in Records(graph).changed_since("base")
+
+
 def test_a_merge_waits_for_nobody(graph_file, capfd):
     graph = load_graph(graph_file)
     for name in ("base", "one", "two"):
@@ -1201,5 +1251,8 @@ def test_a_last_stage_has_a_checkpoint_of_every_domain(tmp_path):
         finish(graph, name, plus=0.7)
     assert states(graph)["experts"] == "begun"
     for domain in ("plus", "minus", "mixed"):
-        (graph.output("experts") / domain).mkdir(parents=True)
+        checkpoint = graph.output("experts") / domain
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.json").write_text("{}")
+        (checkpoint / "model.safetensors").write_bytes(WITHOUT_TENSORS)
     assert states(graph)["experts"] == "done"
