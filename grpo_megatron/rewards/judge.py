@@ -3,7 +3,6 @@ that fails, takes longer than `timeout_s` (default: what `data.reward_timeout_s`
 no score makes the sample unscorable."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,15 +11,9 @@ from grpo_megatron.errors import RewardError, raised_as
 from grpo_megatron.rewards.argument_checks import check_tags
 from grpo_megatron.rewards.registry import needs
 from grpo_megatron.rewards.served import post
+from grpo_megatron.rewards.verdict import scores_of, verdict_of
 
 _RUBRIC = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").removesuffix("\n")
-_SCORE = re.compile(
-    r"^\W*(?P<number>\d+)[^\w\n]*:[^\w\n]*?(?P<score>[-−]?\d+(?:\.\d+)?)(?P<rest>.*)$", re.MULTILINE
-)
-_NO_WORDS = re.compile(r"\W*(?:10\W*)?")
-"""What may stand behind a score that is the verdict: nothing, or of how many."""
-_END_OF_THOUGHT = "</think>"
-_BEGIN_OF_THOUGHT = "<think>"
 _DEFAULT_CRITERIA = ("The response is correct.",)
 
 
@@ -97,7 +90,7 @@ async def judge(
         choice = reply["choices"][0]
         said = choice["message"]["content"] or ""
         is_cut = choice.get("finish_reason") == "length"
-        scores = _scores(_verdict(said, is_cut=is_cut), len(rubric))
+        scores = scores_of(verdict_of(said, is_cut=is_cut), len(rubric))
         if scores:
             return _weighted_mean(scores, rubric) / 10
     remedy = None
@@ -169,39 +162,6 @@ def without_thought(prompt: str, completion: str, think_tag: str) -> tuple[str, 
     if not closed:
         return prompt, ""
     return prompt, behind.lstrip()
-
-
-def _verdict(reply: str, *, is_cut: bool) -> str:
-    """Return what a judge says behind its thought: nothing where that does not end."""
-    _, end_of_thought, verdict = reply.rpartition(_END_OF_THOUGHT)
-    if end_of_thought:
-        if is_cut:  # within its last line
-            verdict = verdict.rpartition("\n")[0]
-        return verdict
-    if is_cut or reply.lstrip().startswith(_BEGIN_OF_THOUGHT):
-        return ""
-    return reply
-
-
-def _scores(verdict: str, num_criteria: int) -> list[float]:
-    """Return one score in [0, 10] for each criterion, in order; empty where one lacks it.
-
-    The last line of a criterion counts that has nothing but its score, else its last line."""
-    by_number: dict[int, float] = {}
-    alone: dict[int, float] = {}
-    for line in _SCORE.finditer(verdict):
-        number = int(line["number"])
-        by_number[number] = float(line["score"].replace("−", "-"))
-        if _NO_WORDS.fullmatch(line["rest"]):
-            alone[number] = by_number[number]
-    by_number |= alone
-    scores = []
-    for number in range(1, num_criteria + 1):
-        score = by_number.get(number)
-        if score is None or not 0 <= score <= 10:
-            return []
-        scores.append(score)
-    return scores
 
 
 @needs(check=check_tags)
