@@ -3,10 +3,11 @@ that fails, takes longer than `timeout_s` (default: what `data.reward_timeout_s`
 no score makes the sample unscorable."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError, raised_as
 from grpo_megatron.rewards.argument_checks import check_tags
 from grpo_megatron.rewards.registry import needs
@@ -20,7 +21,7 @@ _DEFAULT_CRITERIA = ("The response is correct.",)
 class Criterion(NamedTuple):
     """One line of a rubric, and its share of the score."""
 
-    text: str
+    criterion: str
     weight: float = 1.0
 
 
@@ -77,7 +78,7 @@ async def judge(
         prompt, completion = without_thought(prompt, completion, think_tag)
         if not completion.strip():
             return 0.0
-    listed = "\n".join(f"{number}. {line.text}" for number, line in enumerate(rubric, 1))
+    listed = "\n".join(f"{number}. {line.criterion}" for number, line in enumerate(rubric, 1))
     text = template.format(criteria=listed, prompt=prompt, answer=answer, completion=completion)
     body = {
         "model": model,
@@ -109,7 +110,7 @@ def _rubric(
     if field is None:
         return read_criteria(criteria or _DEFAULT_CRITERIA, "criteria")
     own = metadata.get(field)
-    if own is not None and len(own) > 0:
+    if not _is_missing(own):
         return read_criteria(own, f"field {field!r} of the row")
     if criteria is not None:
         return read_criteria(criteria, "criteria")
@@ -119,25 +120,51 @@ def _rubric(
     )
 
 
-def read_criteria(given: Sequence[Any], where: str) -> list[Criterion]:
+def _is_missing(own: Any) -> bool:
+    """Whether a row's field says nothing: null, NaN (an empty cell of a table), or no entry."""
+    if isinstance(own, float):
+        return math.isnan(own)
+    return own is None or (isinstance(own, Collection) and len(own) == 0)
+
+
+def read_criteria(given: Any, where: str) -> list[Criterion]:
     """Criteria of a list of texts or of tables `{criterion, weight}`. RewardError names the first
-    that is neither, or whose weight is no positive number."""
+    that is neither, has another key, or a weight that is no positive number."""
     remedy = 'for example ["It is true."], or [{criterion = "It is true.", weight = 2.0}]'
-    if isinstance(given, str | Mapping) or len(given) == 0:
+    is_list = isinstance(given, Collection) and not isinstance(given, str | Mapping)
+    if not is_list or len(given) == 0:
         raise RewardError(f"{given!r} is no list of criteria", where=where, remedy=remedy)
     found = []
-    for entry in given:
-        criterion = Criterion(str(entry))
-        if isinstance(entry, Mapping):
-            weight = entry.get("weight")
-            if weight is None:
-                weight = 1.0
-            criterion = Criterion(str(entry.get("criterion") or ""), weight)
-        is_named = isinstance(entry, str | Mapping) and criterion.text.strip() != ""
-        if not is_named or not _is_positive(criterion.weight):
+    for number, entry in enumerate(given, 1):
+        criterion = _criterion_of(entry, number, where)
+        if criterion is None:
             raise RewardError(f"{entry!r} is no criterion", where=where, remedy=remedy)
         found.append(criterion)
     return found
+
+
+def _criterion_of(entry: Any, number: int, where: str) -> Criterion | None:
+    """Return a criterion of a list, None where the entry is none. RewardError names an unknown
+    key."""
+    fields = entry
+    if isinstance(entry, str):
+        fields = {"criterion": entry}
+    if not isinstance(fields, Mapping):
+        return None
+    for key, value in fields.items():
+        if key not in Criterion._fields and value is not None:  # Parquet has nulls of other rows
+            raise RewardError(
+                f"criterion {number} has an unknown {key!r}",
+                where=where,
+                remedy=did_you_mean(key, Criterion._fields),
+            )
+    text = fields.get("criterion")
+    weight = fields.get("weight")
+    if weight is None:
+        weight = 1.0
+    if not isinstance(text, str) or not text.strip() or not _is_positive(weight):
+        return None
+    return Criterion(text, weight)
 
 
 def _is_positive(weight: Any) -> bool:

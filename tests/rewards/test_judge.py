@@ -150,7 +150,10 @@ def test_a_template_is_tried_before_anything_starts(template, words):
     assert words in str(caught.value) and "{completion}" in caught.value.remedy
 
 
-RUBRIC = ["It rhymes.", {"criterion": "It is about the sea.", "weight": 3.0}]
+RUBRIC = [
+    "It rhymes.",
+    {"criterion": "It is about the sea.", "weight": 3.0, "points": None},
+]
 
 
 def test_a_prompt_has_its_own_criteria():
@@ -161,7 +164,20 @@ def test_a_prompt_has_its_own_criteria():
     assert "1. It rhymes.\n2. It is about the sea.\n" in request["messages"][0]["content"]
 
 
-@pytest.mark.parametrize("metadata", [{}, {"rubric": None}, {"rubric": []}])
+def test_a_mistyped_key_of_a_criterion_is_named_with_what_was_meant():
+    criteria = ["It rhymes.", {"criterion": "It is short.", "weights": 2.0}]
+    with pytest.raises(RewardError, match="criterion 2 has an unknown 'weights'") as caught:
+        bind("grpo_megatron.rewards.judge:judge", {**PLACE, "criteria": criteria})
+    assert (caught.value.where, caught.value.remedy) == ("criteria", "did you mean 'weight'?")
+    criteria[1] = {"criterion": "It is short.", "points": -5}
+    with pytest.raises(RewardError, match="unknown 'points'") as caught:
+        bind("grpo_megatron.rewards.judge:judge", {**PLACE, "criteria": criteria})
+    assert caught.value.remedy == "there are: criterion, weight"
+
+
+@pytest.mark.parametrize(
+    "metadata", [{}, {"rubric": None}, {"rubric": []}, {"rubric": float("nan")}, {"rubric": ""}]
+)
 def test_rows_without_criteria_are_judged_by_the_recipes_or_not_at_all(metadata):
     value, [request] = served(
         [said("1: 5")], judge, criteria=["It is short."], criteria_field="rubric", metadata=metadata
@@ -181,6 +197,12 @@ def test_rows_without_criteria_are_judged_by_the_recipes_or_not_at_all(metadata)
         [{"criterion": "It rhymes.", "weight": "much"}],
         [{"criterion": "It rhymes.", "weight": float("nan")}],
         [{"text": "It rhymes."}],
+        3,
+        0.5,
+        True,
+        [{"criterion": "It rhymes.", "points": -5}],
+        [{"criterion": "It rhymes.", "weights": 2.0}],
+        [{"criterion": 3}],
     ],
 )
 def test_what_is_no_rubric_is_refused(rubric):
