@@ -40,7 +40,9 @@ class ServedTeachers:
                 key = from_environment(teacher.api_key)
             client = EngineClient(teacher.url, f"the teacher at {teacher.url}", token=key)
             self._teachers[number] = teacher
-            self._pools[number] = ReplicaPool([client], max_attempts=rollout.max_attempts)
+            self._pools[number] = ReplicaPool(
+                [client], max_attempts=rollout.max_attempts, called="server of the teacher"
+            )
         self._names = [d.name for d in config.domains]
         self._turn = asyncio.Semaphore(rollout.max_concurrent_requests)
         self._timeout_s = rollout.request_timeout_s

@@ -33,7 +33,7 @@ class ReplicaPool:
     """Replicas (None: one that never was) with health, and retries on another one, `max_attempts`
     in all. `on_death` is called once with a replica that was found dead. With `home`, all requests
     go to that replica as long as it is alive. `may_return` says of a replica that is not there
-    whether somebody may start it again.
+    whether somebody may start it again. `called` is the word for one of them in messages.
 
     Attributes:
         failure: Why no replica that returns can be trusted, if so."""
@@ -46,6 +46,7 @@ class ReplicaPool:
         on_death: Callable[[Replica], None] = lambda replica: None,
         home: int | None = None,
         may_return: Callable[[int], bool] = lambda index: False,
+        called: str = "engine",
     ):
         self.failure: GrpoMegatronError | None = None
         self.replicas: list[Replica] = []
@@ -56,6 +57,7 @@ class ReplicaPool:
         self._on_death = on_death
         self._home = home
         self._may_return = may_return
+        self._called = called
         self._size = len(clients)
 
     @property
@@ -144,9 +146,11 @@ class ReplicaPool:
         cause = ""
         if last.cause_of_death is not None:
             cause = last.cause_of_death.message
+        gone = f"all {len(self.replicas)} died, {last.client.name} because {cause}"
+        if self._size == 1:
+            gone = f"{last.client.name} died because {cause}"
         return EngineError(
-            f"no engine is alive: all {len(self.replicas)} died, {last.client.name} "
-            f"because {cause}",
+            f"no {self._called} is alive: {gone}",
             where=last.client.base_url,
             remedy="look at the end of its log; the run can be resumed",
         )

@@ -44,10 +44,15 @@ HEARTBEAT_S = 30.0
 
 
 class ControllerLink:
-    """Rank 0's connection to the controller. Raises OSError where there is no controller."""
+    """Rank 0's connection to the controller, which may have ended before it, by an error of its
+    own. Raises OSError where the controller's machine is not reached."""
 
     def __init__(self, endpoint: Endpoint):
-        self._socket = socket.create_connection((endpoint.host, endpoint.port))
+        self._socket: socket.socket | None = None
+        try:
+            self._socket = socket.create_connection((endpoint.host, endpoint.port))
+        except ConnectionRefusedError:
+            return
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lines = self._socket.makefile("rb")
         self.send({"token": endpoint.token, "role": "trainer"})
@@ -56,6 +61,8 @@ class ControllerLink:
         """Send one message in the form of `trainer.protocol`; to a controller that has gone,
         nothing: its end is seen by the next `receive`, which ends this rank, and is no crash of
         this rank."""
+        if self._socket is None:
+            return
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(encode(message))
 
@@ -63,6 +70,8 @@ class ControllerLink:
         """Wait for the next request; None after `timeout_s`, `Stop` when the controller has gone.
 
         Raises msgspec.ValidationError for what is no request."""
+        if self._socket is None:
+            return Stop()
         # a request comes once the one before is answered, so none waits in the file's buffer
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return None

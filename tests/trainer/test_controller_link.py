@@ -33,6 +33,14 @@ def test_a_controller_that_has_gone_is_a_stop(connected, is_reset):
     assert isinstance(link.receive(60), Stop)
 
 
+def test_a_controller_that_went_before_the_rank_came_is_a_stop():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    link = ControllerLink(Endpoint("127.0.0.1", port, "token"))
+    link.send({"result": None})
+    assert isinstance(link.receive(60), Stop)
+
+
 def test_without_a_request_there_is_none(connected):
     link, _ = connected
     assert link.receive(0.01) is None
