@@ -102,7 +102,8 @@ def resume(
 
 def _refuse_another_stage(run_dir: RunDir, fingerprint: str) -> None:
     """ConfigError where another process has begun another stage here since it was looked at."""
-    if run_dir.stage_fingerprint.read_text(encoding="utf-8") != fingerprint:
+    file = run_dir.stage_fingerprint
+    if not file.is_file() or file.read_text(encoding="utf-8") != fingerprint:
         raise ConfigError(
             "the stage that was to go on has been replaced meanwhile",
             where=str(run_dir.root),

@@ -155,6 +155,9 @@ def test_a_stage_that_goes_on_is_the_one_that_began(stage_run, capsys):
     assert stage_run.result.exists()
     assert train_stage(stage_run, "before", "--resume-if-exists") == 0
     assert not stage_run.result.exists() and (stage_run.checkpoints / "file").exists()
+    stage_run.stage_fingerprint.unlink()  # by a run that is no stage
+    assert train_stage(stage_run, "before", "--resume-if-exists") == 2
+    assert "has been replaced meanwhile" in capsys.readouterr().err
 
 
 def test_a_run_that_was_half_removed_is_no_stage_and_can_be_replaced(stage_run, monkeypatch):
