@@ -50,7 +50,8 @@ def group_relative(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Te
     std none: 1 (Dr. GRPO, arXiv:2503.20783); group: of the group (GRPO, arXiv:2402.03300);
     batch_raw: of all rewards of the scope, those of groups that were dropped included (Lite PPO,
     arXiv:2508.08221); batch_residual: of all centred rewards of the scope, to which a dropped group
-    adds nothing but zeros. Groups without spread and groups of one get exactly 0."""
+    adds nothing but zeros. It divides by n - 1, with std_kind = "population" by n. Groups without
+    spread and groups of one get exactly 0."""
     centred = groups.centred(batch.rewards)
     if o.advantage_std == "none":
         return centred
