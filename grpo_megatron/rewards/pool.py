@@ -216,7 +216,7 @@ class RewardPool:
     ) -> list[ScoredGroup]:
         """Score every completion of every group, in the given order. May run concurrently.
         `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip; NaN
-        where a component that weighs something failed.
+        where none of them weighs anything, or a component that weighs something failed.
 
         is_counted: whether `take_metrics` returns the failures. RewardError where a function failed
         on every sample, or keeps killing its process."""
@@ -440,7 +440,11 @@ def _token_ids_of(completion: AnyCompletion) -> tuple[int, ...] | FilePart:
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float = np.inf) -> np.ndarray:
     """Return the weighted sum [G] of components [G, C], within ±clip. NaNs are skipped; NaN where
-    all are."""
+    all are that weigh something, or all, where none does."""
     known = ~np.isnan(table)
     total = np.clip(np.where(known, table, 0.0) @ weights, -clip, clip)
-    return np.where(known.any(axis=1), total, np.nan)
+    says_something = weights != 0
+    if not says_something.any():
+        says_something = np.ones_like(says_something)
+    is_scored = (known & says_something).any(axis=1)
+    return np.where(is_scored, total, np.nan)

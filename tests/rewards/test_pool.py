@@ -186,6 +186,29 @@ def test_a_component_that_fails_makes_its_sample_unscorable(order, weight):
     np.testing.assert_equal(scored.rewards, [10 * weight + 1, of_failed, 0.5])
 
 
+@pytest.mark.parametrize("number", ["None", "nan"])
+def test_a_component_without_weight_stands_for_none_that_cannot_be_scored(number):
+    """A sum of nothing that weighs is no reward of 0."""
+    length = {"function": f"{HOSTILE}:length", "weight": 0.0}
+    [scored], pool = score([domain(OBEY, length)], [group(["10", number])])
+    np.testing.assert_equal(scored.rewards, [10, math.nan])
+    np.testing.assert_equal(scored.components["length"], [2, len(number)])
+    assert not any(pool.take_metrics().values())
+
+
+def test_a_component_without_weight_that_cannot_be_scored_costs_nothing():
+    logged = {"function": OBEY, "weight": 0.0}
+    [scored], _ = score([domain(f"{HOSTILE}:length", logged)], [group(["None", "10"])])
+    np.testing.assert_equal(scored.components["obey"], [math.nan, 10])
+    assert scored.rewards.tolist() == [4, 2]
+
+
+def test_where_no_component_weighs_anything_what_is_scored_is_worth_nothing():
+    logged = {"function": OBEY, "weight": 0.0}
+    [scored], _ = score([domain(logged)], [group(["3", "None"])])
+    np.testing.assert_equal(scored.rewards, [0, math.nan])
+
+
 def test_step_rewards_are_kept_beside_their_sum():
     steps = {"function": f"{HOSTILE}:lines_right", "weight": 0.5, "name": "steps"}
     texts = ["right\nno\nright\n", "", "right\nunknown\n"]
