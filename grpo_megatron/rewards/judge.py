@@ -11,7 +11,7 @@ from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError, raised_as
 from grpo_megatron.rewards.argument_checks import check_tags
 from grpo_megatron.rewards.registry import needs
-from grpo_megatron.rewards.served import post
+from grpo_megatron.rewards.served import finite_score, post
 from grpo_megatron.rewards.verdict import scores_of, verdict_of
 
 _RUBRIC = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").removesuffix("\n")
@@ -236,7 +236,7 @@ def _chosen(scores: list[Any], label: int | None, url: str) -> float:
             remedy="serve the reward model without a pooler of tokens",
         )
     if label is None and len(scores) == 1:
-        return float(scores[0])
+        return finite_score(scores[0], url)
     if label is None or not 0 <= label < len(scores):
         raise RewardError(
             f"the reward model gives {len(scores)} scalars, and `label` is {label}",
@@ -244,4 +244,4 @@ def _chosen(scores: list[Any], label: int | None, url: str) -> float:
             remedy=f"set `label` to one of 0 to {len(scores) - 1}; id2label of its config.json "
             "names them",
         )
-    return float(scores[label])
+    return finite_score(scores[label], url)

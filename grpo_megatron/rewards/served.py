@@ -1,5 +1,6 @@
 """Requests to the servers behind learned rewards."""
 
+import math
 from typing import Any
 
 import aiohttp
@@ -27,3 +28,19 @@ async def post(
             return await response.json()
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         raise RewardError(f"no answer: {type(error).__name__} {error}", where=url) from error
+
+
+def finite_score(score: Any, url: str) -> float:
+    """Return a score of a reply as a number. Raises RewardError where it is no finite one: NaN of a
+    reward says that the sample cannot be scored, and its other rewards would train it."""
+    try:
+        number = float(score)
+    except (OverflowError, TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardError(
+            f"the score {str(score)[:80]!r} is no finite number",
+            where=url,
+            remedy="look for the server's overflow (half precision), or for a broken checkpoint",
+        )
+    return number

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.registry import needs
-from grpo_megatron.rewards.served import post
+from grpo_megatron.rewards.served import finite_score, post
 
 
 class Step(NamedTuple):
@@ -56,7 +56,7 @@ async def process_reward_model(
     Steps are what `separator` divides; the model reads prompt and steps, with `step_token` behind
     each, and the server scores these tokens only (its pooler is STEP). `label`: which of the
     scores of a step is that for a right one. A `step_token` that the policy wrote itself is not
-    passed on. RewardError where the scores are not one a step."""
+    passed on. RewardError where the scores are not one finite number a step."""
     steps = steps_of(completion, separator)
     if not steps:
         return []
@@ -87,13 +87,13 @@ def _number_of(scores: Any) -> int:
 def _of_label(score: Any, label: int, url: str) -> float:
     """Return the score of one class; of a model with one output, that."""
     if not isinstance(score, list):
-        return float(score)
+        return finite_score(score, url)
     if len(score) == 1:
-        return float(score[0])
+        return finite_score(score[0], url)
     if not 0 <= label < len(score):
         raise RewardError(
             f"a step has {len(score)} scores, none of number {label}",
             where=url,
             remedy=f"set `label` to one of 0 to {len(score) - 1}",
         )
-    return float(score[label])
+    return finite_score(score[label], url)

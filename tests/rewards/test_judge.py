@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 
 import pytest
 from aiohttp import web
@@ -259,6 +260,22 @@ def test_scores_of_every_token_are_no_scalar():
     assert served([{"data": [{"data": [[[0.5]]]}]}], reward_model)[0] == 0.5
     with pytest.raises(RewardError, match="gives scores of every token"):
         served([{"data": [{"data": [[0.1], [0.2]]}]}], reward_model, label=1)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, 10**400, None, "NaN", "x"])
+def test_a_score_that_is_no_finite_number_is_a_failure(score):
+    """Of a broken checkpoint. NaN of a reward would be left out of the sum, and the sample trained
+    by the others."""
+    word = str(score)[:80]
+    for data in ([score], [[score]]):
+        with pytest.raises(RewardError, match=f"score .*{word}.* is no finite number") as error:
+            served([{"data": [{"data": data}]}], reward_model)
+        assert "http://127.0.0.1:" in str(error.value)
+    with pytest.raises(RewardError, match=f"score .*{word}.* is no finite number"):
+        served([{"data": [{"data": [0.5, score]}]}], reward_model, label=1)
+    for data in ([0.5, score], [[0.5], [score]], [[0.1, 0.9], [0.1, score]]):
+        with pytest.raises(RewardError, match=f"score .*{word}.* is no finite number"):
+            served([{"data": [{"data": data}]}], process_reward_model, completion="a\n\nb")
 
 
 def test_steps_end_before_their_separator():
