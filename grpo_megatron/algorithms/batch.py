@@ -31,7 +31,7 @@ class Events:
 
     sample: Tensor  # int64 [K]
     end: Tensor  # int64 [K], last policy token of the step or turn
-    reward: Tensor  # float64 [K]; NaN: a turn without one
+    reward: Tensor  # float64 [K]; NaN: a step or turn without one
     state: Tensor | None = None
     """int64 [K], of turns; equal numbers: the same environment state. One that is not known is
     none of the others."""

@@ -92,8 +92,13 @@ class Groups:
         return -self.max(-values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """`max - min` in each sample's group, [N]; 0 for a group without valid samples."""
-        return torch.nan_to_num(self.max(values) - self.min(values), nan=0.0, neginf=0.0)
+        """`max - min` in each sample's group, [N]; 0 for a group without valid samples.
+
+        Raises ValueError where the value of a valid sample is NaN: its group would pass for one
+        in which all are equal."""
+        if bool((self.valid & torch.isnan(values)).any()):
+            raise ValueError("a sample that counts has the value NaN")
+        return (self.max(values) - self.min(values)).clamp(min=0)
 
     def rank(self, keys: Tensor, sample_ids: Tensor) -> Tensor:
         """Place by ascending key within the group, int64 [N]; ties by sample id, invalid last."""

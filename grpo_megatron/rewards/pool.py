@@ -5,6 +5,7 @@ kill stops a regular expression that backtracks for ever."""
 
 import asyncio
 import logging
+import math
 import os
 import re
 from collections import Counter
@@ -396,8 +397,12 @@ class RewardPool:
                 if is_spoilt:
                     table[sample, column] = np.nan
                     continue
-                for end, reward in outcome.steps:
-                    of_sample.append((end, reward * component.weight))
+                # One step that cannot be scored makes their sum NaN. Tokens are credited with
+                # their step and all later ones, so the others say nothing without it.
+                is_counted = component.weight != 0 and not math.isnan(outcome.value)
+                if is_counted:
+                    for end, reward in outcome.steps:
+                        of_sample.append((end, reward * component.weight))
             steps.append(tuple(of_sample))
         weights = np.asarray([component.weight for component in components])
         rewards = weighted_sum(table, weights, self._clips[domain])

@@ -19,6 +19,7 @@ from grpo_megatron.algorithms.advantages.pipeline import (
     needed_columns,
     select,
 )
+from grpo_megatron.algorithms.advantages.signal import carries_signal
 from grpo_megatron.algorithms.aggregation import (
     AGGREGATIONS,
     Lengths,
@@ -156,6 +157,28 @@ def test_steps_come_before_turns_in_process_supervision():
     objective = Objective(load_objective("deepseekmath_process", EXACT)[0])
     found = advantages_of(objective, replace(turns, events=steps))
     assert found.values.tolist() == [-1, -1, -1, -1, 1, 1]
+
+
+def test_a_step_without_a_reward_leaves_its_group_the_others():
+    """Of steps that were recorded so."""
+    batch = parse_case(group([1, 1, 1])).batch
+    nan = float("nan")
+    rewards = torch.tensor([nan, 1.0, 0.0]).double()
+    steps = Events(torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0]), rewards)
+    objective = Objective(load_objective("deepseekmath_process", EXACT)[0])
+    with_it = replace(batch, events=steps)
+    assert advantages_of(objective, with_it).values.tolist() == [0, 1, -1]
+    assert carries_signal(objective.config, with_it)
+    without = advantages_of(objective, replace(batch, events=steps[torch.tensor([1, 2])]))
+    assert without.values.tolist() == [0, 1, -1]
+
+
+def test_a_counted_sample_without_a_value_is_no_group_without_spread():
+    groups = Groups(torch.tensor([0, 0, 1]), torch.tensor([True, True, False]))
+    nan = float("nan")
+    with pytest.raises(ValueError, match="a sample that counts has the value NaN"):
+        groups.spread(torch.tensor([nan, 1.0, 2.0]))
+    assert groups.spread(torch.tensor([0.5, 1.0, nan])).tolist() == [0.5, 0.5, 0]
 
 
 @pytest.mark.parametrize("preset", ["gagpo", "gigpo"])

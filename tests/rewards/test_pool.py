@@ -211,13 +211,38 @@ def test_where_no_component_weighs_anything_what_is_scored_is_worth_nothing():
 
 def test_step_rewards_are_kept_beside_their_sum():
     steps = {"function": f"{HOSTILE}:lines_right", "weight": 0.5, "name": "steps"}
-    texts = ["right\nno\nright\n", "", "right\nunknown\n"]
+    texts = ["right\nno\nright\n", ""]
     [scored, other], _ = score([domain(OBEY, steps)], [group(texts), group(["3"])], num_workers=2)
-    np.testing.assert_equal(scored.components["steps"], [2, 0, math.nan])
-    assert scored.steps[:2] == (((6, 0.5), (9, 0.0), (15, 0.5)), ())
+    np.testing.assert_equal(scored.components["steps"], [2, 0])
+    assert scored.steps == (((6, 0.5), (9, 0.0), (15, 0.5)), ())
     assert other.steps == ()
     [plain], _ = score([domain(OBEY)], [group(["3"])])
     assert plain.steps == ()
+
+
+def test_one_step_that_cannot_be_scored_takes_all_of_its_reward():
+    """A token is credited with its step and all later ones: without one of them, it is not."""
+    steps = f"{HOSTILE}:lines_right"
+    texts = ["right\nunknown\n", "right\n"]
+    beside = {"function": f"{HOSTILE}:length", "weight": 0.5}
+    [scored], _ = score([domain(steps, beside)], [group(texts)])
+    np.testing.assert_equal(scored.components["lines_right"], [math.nan, 1])
+    assert scored.rewards.tolist() == [7, 4]
+    assert scored.steps == ((), ((6, 1.0),))
+    [alone], _ = score([domain(steps, {**beside, "weight": 0.0})], [group(texts)])
+    np.testing.assert_equal(alone.rewards, [math.nan, 1])
+    assert alone.steps == ((), ((6, 1.0),))
+
+
+def test_steps_without_weight_are_none():
+    """They would stand among those of a reward that has some, and move their mean."""
+    logged = {"function": f"{HOSTILE}:lines_right", "weight": 0.0, "name": "logged"}
+    text = "right\nno\n"
+    [scored], _ = score([domain(f"{HOSTILE}:lines_right", logged)], [group([text])])
+    assert scored.steps == (((6, 1.0), (9, 0.0)),)
+    assert scored.components["logged"].tolist() == [1]
+    [alone], _ = score([domain(f"{HOSTILE}:length", logged)], [group([text])])
+    assert alone.steps == ()
 
 
 def test_the_sum_is_clipped():

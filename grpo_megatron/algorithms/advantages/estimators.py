@@ -431,11 +431,14 @@ def turn_index(batch: SampleBatch) -> Tensor:
 
 
 def steps_of(batch: SampleBatch) -> Events | None:
-    """Return what process supervision standardises: steps, else turns that have a reward; None:
+    """Return what process supervision standardises: steps, else turns, that have a reward; None:
     there are neither."""
-    if batch.events is not None or batch.turns is None:
-        return batch.events
-    return batch.turns[~torch.isnan(batch.turns.reward)]
+    steps = batch.events
+    if steps is None:
+        steps = batch.turns
+    if steps is None:
+        return None
+    return steps[~torch.isnan(steps.reward)]
 
 
 def _turns(batch: SampleBatch) -> Events:
