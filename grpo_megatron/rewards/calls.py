@@ -15,7 +15,9 @@ class Call(NamedTuple):
     completion: str | FilePart
     answer: str
     context: Mapping[str, Any]
-    """Further arguments of the function, by name. What lies in a file is read by the process."""
+    """Further arguments of the function, by name. What lies in a file is read by the process;
+    `metadata` is a pickle, which the calls of a prompt share until each reads one of its own: a
+    function may change what it is given."""
 
 
 class CallOutcome(NamedTuple):

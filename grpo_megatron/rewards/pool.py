@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import os
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -295,21 +296,27 @@ class RewardPool:
         """Return the calls for a group: one completion after the other, each with every
         component."""
         prompt = group.prompt
+        components = self._of_domain[prompt.domain]
+        metadata = b""
+        if any("metadata" in self.components[index].reward.context for index in components):
+            metadata = pickle.dumps(dict(prompt.metadata))
         calls: list[Call] = []
         for completion in group.completions:
-            for index in self._of_domain[prompt.domain]:
-                context = self._context(index, prompt, completion)
+            for index in components:
+                context = self._context(index, prompt, metadata, completion)
                 calls.append(Call(index, _text_of(completion), prompt.answer, context))
         return calls
 
-    def _context(self, index: int, prompt: Prompt, completion: AnyCompletion) -> dict[str, Any]:
-        """Return what the reward of a component asks for beside text and answer."""
+    def _context(
+        self, index: int, prompt: Prompt, metadata: bytes, completion: AnyCompletion
+    ) -> dict[str, Any]:
+        """Return what the reward of a component asks for beside text and answer (`Call`)."""
         found: dict[str, Any] = {}
         for name in self.components[index].reward.context:
             if name == "prompt":
                 found[name] = prompt.text
             elif name == "metadata":
-                found[name] = dict(prompt.metadata)
+                found[name] = metadata
             elif name == "token_ids":
                 found[name] = _token_ids_of(completion)
             elif name == "num_tokens":

@@ -1,5 +1,6 @@
 """From `module:function` in a recipe to a checked function. Light: workers import it too."""
 
+import copy
 import importlib
 import inspect
 import math
@@ -36,9 +37,11 @@ class BoundReward:
         return inspect.iscoroutinefunction(self.function)
 
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
-        """Return what the function returns, for `to_float`; `context`: by name in `CONTEXT`."""
+        """Return what the function returns, for `to_float`; `context`: by name in `CONTEXT`. The
+        recipe's arguments are copies, which it may change."""
         offered = {key: context[key] for key in self.context}
-        return self.function(completion, answer, **offered, **self.arguments)
+        arguments = copy.deepcopy(dict(self.arguments))
+        return self.function(completion, answer, **offered, **arguments)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

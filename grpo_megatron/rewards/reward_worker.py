@@ -20,7 +20,7 @@ from grpo_megatron.errors import RewardError
 from grpo_megatron.file_part import FilePart
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rewards.calls import Call, CallOutcome
-from grpo_megatron.rewards.registry import bind, to_float
+from grpo_megatron.rewards.registry import BoundReward, bind, to_float
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
             tell(None)
             bound = []
             for call in calls:
-                bound.append(partial(rewards[call.component], *_read(call)))
+                bound.append(partial(_called, rewards[call.component], *_read(call)))
             if rewards[calls[0].component].is_async:
                 loop.run(_await_all(bound, tell, **limits))
             else:
@@ -64,6 +64,14 @@ def _read(call: Call) -> tuple[str, str, Mapping[str, Any]]:
     if isinstance(token_ids, FilePart):
         context = {**context, "token_ids": tuple(array("i", token_ids.read()))}
     return completion, call.answer, context
+
+
+def _called(reward: BoundReward, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
+    """Return what the reward returns. It gets metadata of its own, made when it begins: a chunk of
+    calls may have large ones."""
+    if "metadata" in context:
+        context = {**context, "metadata": pickle.loads(context["metadata"])}
+    return reward(completion, answer, context)
 
 
 async def _await_all(

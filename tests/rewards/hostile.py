@@ -184,3 +184,25 @@ def of_last_turn(
 def ids(completion: str, answer: str, *, token_ids: tuple[int, ...]) -> float:
     """The sum of the token ids."""
     return float(sum(token_ids))
+
+
+def takes_a_word(completion: str, answer: str, *, metadata: dict[str, Any]) -> float:
+    """How many words the row had, of which this takes one; what it is else given, it forgets."""
+    found = len(metadata["words"])
+    metadata["words"].pop()
+    metadata["level"] = completion
+    return float(found)
+
+
+async def waits_and_takes_a_word(
+    completion: str, answer: str, *, metadata: dict[str, Any]
+) -> float:
+    """The same, while others run."""
+    await asyncio.sleep(0)
+    return takes_a_word(completion, answer, metadata=metadata)
+
+
+def takes_an_argument(completion: str, answer: str, *, words: list[str]) -> float:
+    """How many words the recipe gave, of which this takes one."""
+    words.pop()
+    return len(words) + 1.0

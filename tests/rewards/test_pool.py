@@ -262,6 +262,24 @@ def test_the_outcome_of_an_episode_is_a_reward():
     np.testing.assert_array_equal(scored.rewards, worth)
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("name", ["takes_a_word", "waits_and_takes_a_word"])
+def test_a_reward_that_changes_its_metadata_changes_those_of_no_other_call(name, num_workers):
+    """Whatever stands in them, for the samples behind it, other components and the caller."""
+    sampled = group(["a", "b", "c", "d"])
+    metadata = {"words": ["x", "y"], "level": 1}
+    sampled = replace(sampled, prompt=replace(sampled.prompt, metadata=metadata))
+    function = f"{HOSTILE}:{name}"
+    [scored], _ = score(
+        [domain(function, {"function": function, "name": "again"})],
+        [sampled],
+        num_workers=num_workers,
+    )
+    assert scored.components[name].tolist() == [2] * 4
+    assert scored.components["again"].tolist() == [2] * 4
+    assert metadata == {"words": ["x", "y"], "level": 1}
+
+
 def test_tokens_are_counted_as_the_engine_reported_them():
     ids = np.array([3, 4, 5], dtype=np.int32)
     completions = tuple(

@@ -189,3 +189,8 @@ def test_a_reward_that_has_a_default_keeps_it():
     judged = {"function": judge, "arguments": {"url": "http://judge", "model": "m"}}
     [found] = components_of(domain(judged), 16)
     assert "max_tokens" not in found.reward.arguments
+
+
+def test_a_reward_that_changes_its_arguments_changes_those_of_no_other_call():
+    bound = bind(f"{HOSTILE}:takes_an_argument", {"words": ["x", "y"]})
+    assert [bound("", "", {}) for _ in range(3)] == [2, 2, 2]
