@@ -57,7 +57,7 @@ def _run_stages(
             say(f"{name}: done and unchanged")
             continue
         if state is State.WAITING:
-            say(_not_run_because_of(name, records.unfinished_parents(name)))
+            say(_not_run_because_of(name, records, records.unfinished_parents(name)))
             first_failure = first_failure or ConfigError.exit_code
             continue
         told = f"{name}: {graph.kind(name)}"
@@ -78,8 +78,16 @@ def _run_stages(
     return first_failure
 
 
-def _not_run_because_of(name: str, stages: Sequence[str]) -> str:
-    return f"{name}: not run, because of {', '.join(stages)}"
+def _not_run_because_of(name: str, records: Records, stages: Sequence[str]) -> str:
+    """Return what to say of a stage that waits for others, with what has changed in them."""
+    told = []
+    for stage in stages:
+        changed = records.changed_since(stage)
+        if changed:
+            told.append(f"{stage} ({changed})")
+        else:
+            told.append(stage)
+    return f"{name}: not run, because of {', '.join(told)}"
 
 
 def _run_stage(
@@ -157,7 +165,7 @@ def submit_graph(
             blocking = stopped.intersection(parents)
             if blocking:
                 stopped.add(name)
-                say(_not_run_because_of(name, sorted(blocking)))
+                say(_not_run_because_of(name, records, sorted(blocking)))
                 continue
             after = [jobs[parent] for parent in parents if parent in jobs]
             try:

@@ -674,6 +674,17 @@ def test_a_stage_alone_says_that_it_cannot_run(graph_file):
     assert said == ["soup: not run, because of one, two"]
 
 
+def test_a_stage_that_waits_says_what_has_changed_in_others(graph_file):
+    graph = load_graph(graph_file)
+    for name in ("base", "one", "two"):
+        finish(graph, name, plus=0.7, minus=0.5)
+    write_resolved(graph.run_dir("one").config, graph.resolve("one"))
+    graph = load_graph(changed(graph_file, "lr=1e-4", "lr=2e-4"))
+    said = []
+    run_graph(graph, said.append, only="soup")
+    assert said == ["soup: not run, because of one (changed: optimizer.lr)"]
+
+
 def test_a_stage_that_this_machine_cannot_serve_is_told_before_any_begins(graph_file, monkeypatch):
     def refuse(config):
         if config.optimizer.lr == 1e-4:
