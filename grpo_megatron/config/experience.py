@@ -38,4 +38,4 @@ class ExperienceConfig(Strict):
     """Time that one answer of the writer may take."""
     writer_attempts: int = Field(2, ge=1)
     """Times that the writer is asked for operations before its lessons of a group, or of a step,
-    are given up, and counted."""
+    are given up, and counted; also requests to its server that are made while that is busy."""

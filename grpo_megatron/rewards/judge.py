@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError, raised_as
-from grpo_megatron.rewards.argument_checks import check_tags
+from grpo_megatron.rewards.argument_checks import check_tags, check_whole_number
 from grpo_megatron.rewards.registry import needs
-from grpo_megatron.rewards.served import finite_score, post
+from grpo_megatron.rewards.served import Attempts, finite_score, post
 from grpo_megatron.rewards.verdict import scores_of, verdict_of
 
 _RUBRIC = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").removesuffix("\n")
@@ -28,9 +28,9 @@ class Criterion(NamedTuple):
 def check_judge(
     *, criteria: Sequence[Any] | None = None, template: str = _RUBRIC, **others: object
 ) -> None:
-    """Raise RewardError unless the recipe's `criteria` are a rubric, `think_tag` is a name, and
-    `template` has no other fields than are filled in."""
-    check_tags(**others)
+    """Raise RewardError unless the recipe's `criteria` are a rubric, `template` has no other fields
+    than are filled in, and the others are as `check_reward_model` wants them."""
+    check_reward_model(**others)
     if criteria is not None:
         read_criteria(criteria, "criteria")
     with raised_as(
@@ -41,6 +41,12 @@ def check_judge(
         "braces as {{ and }}",
     ):
         template.format(criteria="", prompt="", answer="", completion="")
+
+
+def check_reward_model(*, attempts: Any = 2, **others: object) -> None:
+    """Raise RewardError unless `think_tag` is a name and `attempts` a number of requests."""
+    check_tags(**others)
+    check_whole_number("attempts", attempts, least=1)
 
 
 @needs(check=check_judge)
@@ -72,7 +78,8 @@ async def judge(
     A judge may think before it scores; what counts stands behind its `</think>`. A reply without
     that end which `max_tokens` has cut is no verdict.
 
-    RewardError after `attempts` replies that do not, and where nothing says by what to judge."""
+    RewardError after `attempts` requests without such a reply, whether the server was busy or the
+    judge unclear, and where nothing says by what to judge."""
     rubric = _rubric(metadata, criteria_field, criteria)
     if think_tag is not None:
         prompt, completion = without_thought(prompt, completion, think_tag)
@@ -86,8 +93,11 @@ async def judge(
         "max_tokens": max_tokens,
         "messages": [{"role": "user", "content": text}],
     }
-    for _ in range(attempts):
-        reply = await post(f"{url}/v1/chat/completions", body, timeout_s, api_key)
+    requests = Attempts(attempts)
+    while requests.left > 0:
+        reply = await post(
+            f"{url}/v1/chat/completions", body, timeout_s, api_key, attempts=requests
+        )
         choice = reply["choices"][0]
         said = choice["message"]["content"] or ""
         is_cut = choice.get("finish_reason") == "length"
@@ -191,7 +201,7 @@ def without_thought(prompt: str, completion: str, think_tag: str) -> tuple[str, 
     return prompt, behind.lstrip()
 
 
-@needs(check=check_tags)
+@needs(check=check_reward_model)
 async def reward_model(
     completion: str,
     answer: str,
@@ -207,18 +217,21 @@ async def reward_model(
     label: int | None = None,
     add_special_tokens: bool = False,
     timeout_s: float | None = None,
+    attempts: int = 2,
 ) -> float:
     """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route.
     label: the number of the scalar, of a model that has several (its config.json names them).
     think_tag: it reads only what stands behind the thought (DeepSeek-R1, arXiv:2501.12948).
     end: what ended the answers that it was trained on, such as `<|im_end|>`; it is read there.
     add_special_tokens: whether the server adds those of the reward model's tokenizer: a prompt of
-    a chat template has them, but an encoder wants its `[CLS]` and `[SEP]`."""
+    a chat template has them, but an encoder wants its `[CLS]` and `[SEP]`.
+    attempts: requests to a server that is busy."""
     if think_tag is not None:
         prompt, completion = without_thought(prompt, completion, think_tag)
     text = prompt + completion + end
     body = {"model": model, "input": text, "add_special_tokens": add_special_tokens}
-    reply = await post(f"{url}/pooling", body, timeout_s, api_key)
+    requests = Attempts(attempts)
+    reply = await post(f"{url}/pooling", body, timeout_s, api_key, attempts=requests)
     scores = reply["data"][0]["data"]
     if not isinstance(scores, list):
         scores = [scores]

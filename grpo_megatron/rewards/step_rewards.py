@@ -3,8 +3,9 @@
 from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.argument_checks import check_whole_number
 from grpo_megatron.rewards.registry import needs
-from grpo_megatron.rewards.served import finite_score, post
+from grpo_megatron.rewards.served import Attempts, finite_score, post
 
 
 class Step(NamedTuple):
@@ -26,8 +27,16 @@ def steps_of(completion: str, separator: str) -> list[Step]:
     return steps
 
 
-def check_marks(*, step_token: str = "<extra_0>", separator: str = "\n\n", **_: object) -> None:
-    """Raise RewardError where a step would have no end, or no token to be scored at."""
+def check_marks(
+    *,
+    step_token: str = "<extra_0>",
+    separator: str = "\n\n",
+    attempts: Any = 2,
+    **_: object,
+) -> None:
+    """Raise RewardError where a step would have no end, or no token to be scored at, or `attempts`
+    is no number of requests."""
+    check_whole_number("attempts", attempts, least=1)
     for name, value in {"step_token": step_token, "separator": separator}.items():
         if value == "":
             raise RewardError(f"{name} is empty", remedy=f"leave {name} out for its default")
@@ -48,6 +57,7 @@ async def process_reward_model(
     scale: float = 1.0,
     shift: float = 0.0,
     timeout_s: float | None = None,
+    attempts: int = 2,
 ) -> list[tuple[int, float]]:
     """`(score - shift) * scale` of each step as (its end in the completion, reward), by a process
     reward model behind a vLLM server's `/pooling` route (Qwen2.5-Math-PRM, arXiv:2501.07301;
@@ -56,13 +66,15 @@ async def process_reward_model(
     Steps are what `separator` divides; the model reads prompt and steps, with `step_token` behind
     each, and the server scores these tokens only (its pooler is STEP). `label`: which of the
     scores of a step is that for a right one. A `step_token` that the policy wrote itself is not
-    passed on. RewardError where the scores are not one finite number a step."""
+    passed on. `attempts`: requests to a server that is busy. RewardError where the scores are not
+    one finite number a step."""
     steps = steps_of(completion, separator)
     if not steps:
         return []
     solution = "".join(step.text.replace(step_token, "") + step_token for step in steps)
     body = {"model": model, "input": prompt + solution, "add_special_tokens": False}
-    reply = await post(f"{url}/pooling", body, timeout_s, api_key)
+    requests = Attempts(attempts)
+    reply = await post(f"{url}/pooling", body, timeout_s, api_key, attempts=requests)
     scores = reply["data"][0]["data"]
     if not isinstance(scores, list) or len(scores) != len(steps):
         raise RewardError(

@@ -18,7 +18,8 @@ PLACE = {"url": "http://localhost", "model": "m"}
 
 
 def served(replies: list, reward, **arguments):
-    """`reward` against a server that gives `replies` in turn; also what it was asked."""
+    """`reward` against a server that gives `replies` in turn; also what it was asked. A reply is
+    JSON, bytes that are to be JSON, a status, or one with the `Retry-After` of its header."""
     asked = []
     keys = arguments.pop("keys", [])
 
@@ -28,6 +29,11 @@ def served(replies: list, reward, **arguments):
         reply = replies[min(len(asked), len(replies)) - 1]
         if isinstance(reply, int):
             return web.Response(status=reply, text="overloaded")
+        if isinstance(reply, tuple):
+            status, retry_after = reply
+            return web.Response(status=status, headers={"Retry-After": retry_after})
+        if isinstance(reply, bytes):
+            return web.Response(body=reply, content_type="application/json")
         if reply is None:
             await asyncio.sleep(2)
         return web.json_response(reply)
@@ -57,7 +63,10 @@ def said(text: str, finish_reason: str = "stop") -> dict:
     return {"choices": [{"message": {"content": text}, "finish_reason": finish_reason}]}
 
 
-@pytest.mark.parametrize("reward", [judge, reward_model, process_reward_model])
+REWARDS = [judge, reward_model, process_reward_model]
+
+
+@pytest.mark.parametrize("reward", REWARDS)
 def test_servers_get_the_key_that_the_recipe_names(reward, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     bound = bind(f"{reward.__module__}:{reward.__name__}", {"api_key": "$JUDGE_KEY", **PLACE})
@@ -89,6 +98,77 @@ def test_a_reply_without_every_score_is_asked_for_again():
 def test_a_failing_judge_is_an_error(replies):
     with pytest.raises(RewardError):
         served(replies, judge, timeout_s=0.5)
+
+
+ANY_REPLY = said("1: 5") | {"data": [{"data": [0.5]}]}
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_a_busy_server_is_asked_again(reward, status):
+    value, asked = served([status, ANY_REPLY], reward)
+    assert value in (0.5, [(4, 0.5)])
+    assert len(asked) == 2 and asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_a_server_that_stays_busy_is_asked_as_often_as_it_may(reward):
+    asked: list = []
+    with pytest.raises(RewardError, match="503: overloaded"):
+        served([503], reward, attempts=3, keys=asked)
+    assert len(asked) == 3
+    asked.clear()
+    with pytest.raises(RewardError, match="503: overloaded"):
+        served([503], reward, attempts=1, keys=asked)
+    assert len(asked) == 1
+
+
+def test_what_asking_again_does_not_mend_is_asked_once():
+    asked: list = []
+    for status in (400, 401, 404, 501):
+        with pytest.raises(RewardError, match=str(status)):
+            served([status], reward_model, keys=asked)
+    assert len(asked) == 4
+
+
+def test_busy_and_unreadable_replies_of_a_judge_count_together():
+    asked: list = []
+    with pytest.raises(RewardError, match="did not score every criterion"):
+        served([503, said("fine!"), said("1: 4")], judge, keys=asked)
+    assert len(asked) == 2
+    value, asked = served([503, said("fine!"), said("1: 4")], judge, attempts=3)
+    assert (value, len(asked)) == (0.4, 3)
+
+
+@pytest.mark.parametrize(
+    "retry_after", ["0", "0.01", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "-1"]
+)
+def test_a_server_says_when_to_ask_again(retry_after):
+    value, asked = served([(429, retry_after), ANY_REPLY], reward_model, timeout_s=30)
+    assert (value, len(asked)) == (0.5, 2)
+
+
+@pytest.mark.parametrize("retry_after", ["60", "Wed, 21 Oct 2099 07:28:00 GMT", "inf", "1e400"])
+def test_a_wait_that_the_time_limit_does_not_leave_is_not_begun(retry_after):
+    asked: list = []
+    with pytest.raises(RewardError, match="429"):
+        served([(429, retry_after), ANY_REPLY], reward_model, timeout_s=20, keys=asked)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("attempts", [0, -1, 1.5, True, "2"])
+def test_attempts_are_a_whole_number(reward, attempts):
+    with pytest.raises(RewardError, match="attempts") as caught:
+        bind(f"{reward.__module__}:{reward.__name__}", {"attempts": attempts, **PLACE})
+    assert caught.value.remedy == "set attempts to a whole number of at least 1"
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("body", [b'{"choices": [{"mess', b"\xff\xfe{}", b"", b"[" * 100_000])
+def test_a_reply_that_is_no_json_is_told_as_such(reward, body):
+    with pytest.raises(RewardError, match="the reply is no JSON"):
+        served([body], reward)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from grpo_megatron.config.secret_values import from_environment
 from grpo_megatron.controller.experience.writer import AskModel
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError, RewardError
-from grpo_megatron.rewards.served import post
+from grpo_megatron.rewards.served import Attempts, post
 from grpo_megatron.rollout.chunk_dispatch import ChunkDispatcher
 from grpo_megatron.types import Prompt
 
@@ -52,7 +52,13 @@ class ServedWriter:
             "messages": [{"role": "user", "content": text}],
         }
         try:
-            reply = await post(self._url, body, self._settings.writer_timeout_s, self._api_key)
+            reply = await post(
+                self._url,
+                body,
+                self._settings.writer_timeout_s,
+                self._api_key,
+                attempts=Attempts(self._settings.writer_attempts),
+            )
             content = reply["choices"][0]["message"]["content"]
         except (RewardError, LookupError, TypeError):
             return None

@@ -14,6 +14,17 @@ from grpo_megatron.errors import ConfigError, DataError
 from tests.controller.character_texts import characters
 from tests.controller.scored_groups import recipe
 
+BROKEN = {
+    "cut": b'{"choices": [{"mess',
+    "no text": b"\xff\xfe{}",
+    "empty": b"",
+    "deep": b"[" * 100_000,
+    "null": b"null",
+    "a text": b'{"choices": "abc"}',
+    "no content": b'{"choices": [{"message": {"content": null}}]}',
+}
+"""Replies that are no JSON, or have no text, by what asks for them."""
+
 
 def served(texts, **settings):
     """Replies of a server that repeats what it is asked, and the requests that it got."""
@@ -27,6 +38,10 @@ def served(texts, **settings):
             return web.Response(status=500)
         if said == "odd":
             return web.json_response({"choices": []})
+        if said in BROKEN:
+            return web.Response(body=BROKEN[said], content_type="application/json")
+        if said == "busy" and len(requests) == 1:
+            return web.Response(status=503)
         return web.json_response({"choices": [{"message": {"content": said * 2}}]})
 
     async def run():
@@ -53,6 +68,18 @@ def test_a_server_is_asked_as_openais_api_has_it(monkeypatch):
     assert {key for key, _ in requests} == {"Bearer secret-1"}
     assert {body["model"] for _, body in requests} == {"m"}
     assert {body["max_tokens"] for _, body in requests} == {1024}
+
+
+def test_a_malformed_reply_is_none():
+    replies, _ = served(["a", *BROKEN, "b"])
+    assert replies == ["aa", *[None] * len(BROKEN), "bb"]
+
+
+def test_a_busy_server_is_asked_as_often_as_its_settings_say():
+    replies, requests = served(["busy"])
+    assert (replies, len(requests)) == (["busybusy"], 2)
+    replies, requests = served(["busy"], writer_attempts=1)
+    assert (replies, len(requests)) == ([None], 1)
 
 
 def test_without_a_key_none_is_sent():
