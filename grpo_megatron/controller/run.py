@@ -299,7 +299,9 @@ class Run:
     ) -> tuple[RunState, list[Prompt]] | None:
         """Take the steps of a run of kind experience; returns the state after them and the held-out
         prompts with what was learned, None where it was told to stop."""
-        library = Library(settings.max_experiences, settings.max_words)
+        library = Library(
+            settings.max_experiences, settings.max_words, tokenizer=self.resources.tokenizer
+        )
         if settings.path is not None:
             library.load(settings.path)
         teller = PromptTeller(

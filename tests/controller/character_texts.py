@@ -22,6 +22,7 @@ def characters() -> SimpleNamespace:
 
     return SimpleNamespace(
         encode=encode,
+        refuse_unwritable=encode,
         encode_batch=lambda texts, where=None: [encode(text) for text in texts],
         decode=lambda ids: "".join(map(chr, ids)),
         chat_template=None,

@@ -36,7 +36,7 @@ class PromptTeller:
     Attributes:
         shortened: Prompts that had no room for all lessons, since they were counted last.
 
-    Raises DataError where the tokenizer cannot write the layout."""
+    Raises DataError where the tokenizer cannot write the layout, or the marks of lessons in it."""
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class PromptTeller:
         library: Library,
         tokenizer: TextTokenizer,
     ):
-        empty = {"experiences": "", "question": ""}
-        tokenizer.encode(fill(settings.layout, empty), where="experience.layout")
+        marks = {"experiences": "[E0123456789]\n[E1] ", "question": ""}
+        tokenizer.encode(
+            fill(settings.layout, marks), where="experience.layout, with lessons as [E1]"
+        )
         self.library = library
         self.shortened = 0
         self._config = config

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import write_atomically
 
@@ -27,11 +28,15 @@ class Operation(msgspec.Struct, frozen=True):
 class Library:
     """Lessons by id, in the order in which they were learned.
 
+    With the policy's `tokenizer`, no lesson is kept that it cannot write: prompts have lessons as
+    `as_text` gives them.
+
     Attributes:
         refused: Why operations were not carried out, since the last `take_refused`."""
 
     max_experiences: int
     max_words: int
+    tokenizer: TextTokenizer | None = None
     lessons: dict[str, str] = field(default_factory=dict)
     next_number: int = 1
     refused: list[str] = field(default_factory=list)
@@ -59,7 +64,7 @@ class Library:
         items = list(self.lessons.items())
         if newest is not None:
             items = items[len(items) - newest :]
-        return "\n".join(f"[{name}] {text}" for name, text in items)
+        return "\n".join(_line(name, text) for name, text in items)
 
     def _problem(self, operation: Operation) -> str:
         kind = operation.operation
@@ -79,6 +84,22 @@ class Library:
             return f"{kind}: {num_words} words, at most {self.max_words} are kept"
         if kind == "add" and len(self.lessons) >= self.max_experiences:
             return f"add: there are {self.max_experiences} already"
+        name = operation.id
+        if kind == "add":  # its id is ours, whatever it says
+            name = f"E{self.next_number}"
+        unwritable = self._why_unwritable(name, text)
+        if unwritable:
+            return f"{kind}: {unwritable}"
+        return ""
+
+    def _why_unwritable(self, name: str, text: str) -> str:
+        """Why the tokenizer cannot write a lesson; empty: it can, or there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        try:
+            self.tokenizer.refuse_unwritable(_line(name, text))
+        except DataError as error:
+            return error.message
         return ""
 
     def _carry_out(self, operation: Operation) -> bool:
@@ -102,7 +123,8 @@ class Library:
         write_atomically(path, json.dumps(values, indent=1, ensure_ascii=False))
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        """Take lessons from a file; returns all that it says. DataError where it is none."""
+        """Take lessons from a file; returns all that it says. DataError where it is none, or the
+        tokenizer cannot write one of its lessons."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             lessons = values["lessons"]
@@ -129,9 +151,22 @@ class Library:
                 where=str(path),
                 remedy=f"set next_number to {number + 1} or more",
             )
+        for name, text in lessons.items():
+            unwritable = self._why_unwritable(name, text)
+            if unwritable:
+                raise DataError(
+                    f"lesson {name!r}: {unwritable}",
+                    where=str(path),
+                    remedy=f"remove lesson {name!r} from the file, or change its text",
+                )
         self.lessons = dict(lessons)
         self.next_number = next_number
         return dict(values)
+
+
+def _line(name: str, text: str) -> str:
+    """Return a lesson as prompts have it."""
+    return f"[{name}] {text}"
 
 
 def _number_of(name: str) -> int:

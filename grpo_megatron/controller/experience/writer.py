@@ -196,6 +196,8 @@ def read_operations(reply: str) -> list[Operation] | None:
         try:
             values, behind = decoder.raw_decode(text, place)
             operations = msgspec.convert(values, list[Operation])
+            for operation in operations:
+                _refuse_half_characters(operation)
             end = behind
             if may_end_thought and _ends_thought(text[behind_last:place]):
                 found = None
@@ -208,6 +210,13 @@ def read_operations(reply: str) -> list[Operation] | None:
     if may_end_thought and _ends_thought(text[behind_last:]):
         return None
     return found
+
+
+def _refuse_half_characters(operation: Operation) -> None:
+    """Raise ValueError where a text has half of a surrogate pair, which JSON can write and no
+    tokenizer or request can."""
+    for text in (operation.id, operation.experience):
+        text.encode()
 
 
 def _is_line(text: str, start: int, end: int) -> bool:

@@ -73,6 +73,16 @@ def test_a_layout_that_cannot_be_written_is_refused():
         )
 
 
+@pytest.mark.parametrize("mark", ["[", "E", "7", "]", "\n"])
+def test_a_tokenizer_that_cannot_write_the_marks_of_lessons_is_refused(mark):
+    tokenizer = characters()
+    encode = tokenizer.encode
+    tokenizer.encode = lambda text, where=None: encode(text.replace(mark, "@"), where=where)
+    with pytest.raises(DataError, match="@") as error:
+        teller_of(tokenizer=tokenizer)
+    assert error.value.where == "experience.layout, with lessons as [E1]"
+
+
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [([1, 0], True), ([1, 1], False), ([1, np.nan], False), ([np.nan] * 2, False), ([0.5], False)],
@@ -118,10 +128,13 @@ class Learning:
         self.run_dir.create()
         self.policy = Policy()
         self.num_asked = 0
+        self.writes_unwritable = False
 
     async def ask(self, texts):
         self.num_asked += len(texts)
         name = f"look {self.num_asked}"
+        if self.writes_unwritable:
+            name = "@"
         return [json.dumps([{"operation": "add", "experience": name}]) for _ in texts]
 
     def run(self, num_steps, *, stopping=None, kill_at=None):
@@ -131,13 +144,15 @@ class Learning:
         config = config.model_copy(update={"num_steps": num_steps, "kind": "experience"})
         settings = ExperienceConfig(layout=LAYOUT)
         prompts = {"d": [asked(f"question {n}", f"p{n}") for n in range(6)]}
+        tokenizer = characters()
+        library = Library(8, 8, tokenizer)
         learner = ExperienceLearner(
             config,
             self.run_dir,
             sampler=PromptSampler(prompts, {"d": 1.0}, 0),
             dispatcher=self.policy,
             rewards=self.policy,
-            teller=PromptTeller(config, settings, library=Library(8, 8), tokenizer=characters()),
+            teller=PromptTeller(config, settings, library=library, tokenizer=tokenizer),
             writer=LessonWriter(settings, self.ask),
             phases=Phases(),
             stopping=stopping or asyncio.Event(),
@@ -183,6 +198,16 @@ def test_steps_learn_until_groups_are_all_right(tmp_path):
     assert [record["experience/groups_that_teach"] for record in learning.records] == [2, 0]
     assert [record["experience/lessons"] for record in learning.records] == [1, 1]
     assert learning.saved["step"] == 2 and len(learning.saved["lessons"]) == 1
+
+
+def test_a_run_goes_on_after_lessons_that_the_tokenizer_cannot_write(tmp_path):
+    learning = Learning(tmp_path)
+    learning.writes_unwritable = True
+    assert learning.run(2).step == 2
+    assert [record["experience/refused"] for record in learning.records] == [1, 1]
+    assert learning.saved["lessons"] == {}
+    told = learning.run_dir.events.read_text()
+    assert "lesson_refused" in told and "add: no token for '@'" in told
 
 
 def test_a_run_goes_on_after_a_kill_as_if_there_was_none(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.controller.experience.library import Library, Operation
 from grpo_megatron.errors import DataError
+from tests.controller.character_texts import characters
 
 
 def add(text: str) -> Operation:
@@ -57,6 +58,26 @@ def test_what_is_refused_changes_nothing_and_is_told_once(operation, reason):
     [told] = library.take_refused()
     assert reason in told
     assert library.take_refused() == []
+
+
+def test_a_lesson_that_the_tokenizer_cannot_write_is_refused():
+    library = Library(8, 8, characters())
+    given = [add("mail a@b"), add("first"), Operation("modify", "E1", "@")]
+    given.append(Operation("add", "@", "second"))
+    assert library.apply(given) == 2
+    assert library.lessons == {"E1": "first", "E2": "second"}
+    assert library.take_refused() == ["add: no token for '@'", "modify: no token for '@'"]
+
+
+def test_a_file_with_a_lesson_that_the_tokenizer_cannot_write_is_refused(tmp_path):
+    library = Library(8, 8)
+    library.apply([add("first"), add("mail a@b")])
+    library.save(tmp_path / "experience.json")
+    with pytest.raises(DataError, match="lesson 'E2': no token for '@'") as error:
+        Library(8, 8, characters()).load(tmp_path / "experience.json")
+    assert error.value.where == str(tmp_path / "experience.json")
+    assert "remove lesson 'E2'" in error.value.remedy
+    Library(8, 8).load(tmp_path / "experience.json")
 
 
 def test_what_is_deleted_makes_room_and_no_id_comes_again():

@@ -25,6 +25,7 @@ PROBLEMS = [
 ]
 ADD = [{"operation": "add", "experience": "look"}]
 ADDS = json.dumps(ADD)
+LOOK = Operation("add", experience="look")
 
 
 class Model:
@@ -78,7 +79,7 @@ def test_attempts_are_summarised_groups_compared_and_groups_merged():
 def test_one_group_that_teaches_needs_no_merge():
     model = Model(group=["nothing []", "so: " + ADDS])
     found, _ = operations_of(model)
-    assert found == [Operation("add", experience="look")]
+    assert found == [LOOK]
     assert model.with_("Reviewers of several") == []
 
 
@@ -91,7 +92,7 @@ def test_answers_can_be_kept_from_the_writer():
 def test_unreadable_replies_are_asked_again_and_counted():
     model = Model(group=["no list", ADDS, "[1, 2]"])
     found, counts = operations_of(model)
-    assert found == [Operation("add", experience="look")]
+    assert found == [LOOK]
     assert counts.unreadable == 1
     _, counts = operations_of(Model(group="no list"), writer_attempts=3)
     assert (counts.unreadable, counts.requests) == (2, 4 + 2 * 3)
@@ -161,7 +162,7 @@ def test_without_problems_nobody_is_asked():
         ('<think>draft [{"operation": "delete", "id": "E1"}]</think> I would do nothing.', None),
         ('draft [{"operation": "delete", "id": "E1"}]\n</think>\n\n[]', []),
         ('<think>draft [{"operation": "delete", "id": "E1"}] but', None),
-        ("<think>[1]</think>\n" + ADDS, [Operation("add", experience="look")]),
+        ("<think>[1]</think>\n" + ADDS, [LOOK]),
         ('draft [{"operation": "delete", "id": "E1"}]\n</think>\n\nNothing.', None),
         (
             '[{"operation": "add", "experience": "Close with </think> before the answer."}]',
@@ -171,16 +172,25 @@ def test_without_problems_nobody_is_asked():
             '<think>a</think>[{"operation": "add", "experience": "Put steps in <think> tags."}]',
             [Operation("add", experience="Put steps in <think> tags.")],
         ),
-        ("Good ones use <think> tags.\n" + ADDS, [Operation("add", experience="look")]),
-        (ADDS + "\nGood ones use <think>…</think>.", [Operation("add", experience="look")]),
-        ("<think>a</think>" + ADDS + "\nEnd with </think>.", [Operation("add", experience="look")]),
-        (ADDS + "\nDeletions: []", [Operation("add", experience="look")]),
+        ("Good ones use <think> tags.\n" + ADDS, [LOOK]),
+        (ADDS + "\nGood ones use <think>…</think>.", [LOOK]),
+        ("<think>a</think>" + ADDS + "\nEnd with </think>.", [LOOK]),
+        (ADDS + "\nDeletions: []", [LOOK]),
         (ADDS + "\nOn second thought:\n```json\n[]\n```", []),
         ("[" * 5000, None),
+        ('[{"operation": "add", "experience": "half a pair: \\ud83d"}]', None),
+        (ADDS + ' [{"operation": "delete", "id": "\\ud83d"}]', [LOOK]),
     ],
 )
 def test_the_last_list_of_operations_counts(reply, expected):
     assert read_operations(reply) == expected
+
+
+def test_lessons_that_are_no_unicode_are_asked_again_and_never_merged():
+    half = '[{"operation": "add", "experience": "half a pair: \\ud83d"}]'
+    found, counts = operations_of(Model(group=[ADDS, half, half]))
+    assert found == [LOOK]
+    assert counts.unreadable == 1
 
 
 def test_at_most_three_operations_of_a_group_are_taken():
