@@ -7,7 +7,7 @@ from grpo_megatron.config.base import Strict
 
 class AlarmsConfig(Strict):
     """Limits of the alarms of an RL run (docs/sampling.md). Each looks at the mean of a metric over
-    a window of steps. An alarm says something; it stops nothing."""
+    a window of steps, if it does not say otherwise. An alarm says something; it stops nothing."""
 
     window: int = Field(10, ge=2)
     """Steps that are averaged, since one step proves nothing; nothing is said before the first
@@ -35,6 +35,10 @@ class AlarmsConfig(Strict):
     clip_fraction: float = Field(0.4, gt=0, le=1)
     """Say so above this share of tokens outside of the clip range; 1: never. GRPO clips about
     0.001 of its tokens, GSPO 0.15 (arXiv:2507.18071)."""
+    unscorable_fraction: float = Field(0.25, gt=0, le=1)
+    """Say so above this share of a single step's samples that no reward could score; 1: never. A
+    few bad reference answers are usual. A quarter is not: a server, a time limit or a program
+    fails, and the batch is smaller than it seems, of what was easy to score."""
     staleness_distance: float = Field(0.5, gt=0)
     """Say so when the seen staleness of trained tokens and the one that follows from the seen
     durations (docs/staleness.md) are further apart than this share of the predicted one, or than

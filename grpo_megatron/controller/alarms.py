@@ -196,6 +196,9 @@ class Alarms:
         load = _finite(metrics, "routing/load_max_ratio")
         if load is not None:
             texts["expert_load"] = self._expert_load(load)
+        unscorable = _finite(metrics, "reward/unscorable_fraction")
+        if unscorable is not None:
+            texts["unscorable"] = self._unscorable(unscorable)
         texts |= self._moving_means(metrics)
         still_on = self.on - texts.keys()
         self.on = still_on.union(alarm for alarm, text in texts.items() if text)
@@ -227,6 +230,17 @@ class Alarms:
         return (
             f"an expert has {load:.1f} times its layer's mean load (routing.load_alarm = "
             f"{self._load_limit:g}); see routing.balance_weight"
+        )
+
+    def _unscorable(self, share: float) -> str:
+        """Say that rewards fail. share: of the step's samples that have none."""
+        if share <= self._limits.unscorable_fraction:
+            return ""
+        return (
+            f"{share:.0%} of the step's samples could not be scored and train nothing "
+            f"(alarms.unscorable_fraction = {self._limits.unscorable_fraction:g}); in metrics.jsonl "
+            "reward/*/raised, timed_out and died count why, and controller.log has what was raised; "
+            "raise data.reward_timeout_s for what takes too long"
         )
 
     def _lazy_displacement(self, gain: float, norm: float) -> str:

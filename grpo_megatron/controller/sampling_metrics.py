@@ -36,6 +36,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "reward/mean": mean,
         "reward/std": std,
         "reward/unscorable": np.isnan(rewards).sum(),
+        "reward/unscorable_fraction": np.isnan(rewards).mean(),
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
         "response/truncated_fraction": np.mean([c.truncated for c in completions]),

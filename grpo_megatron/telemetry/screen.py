@@ -20,10 +20,12 @@ class Row:
     label: str
     names: tuple[str, ...]
     is_plain: bool = False  # also in the line that a step gets where there is no terminal
+    tells_zero: bool = True  # False: it is shown once there is something to tell
 
 
 ROWS = (
     Row("reward", ("reward/mean",), is_plain=True),
+    Row("unscorable", ("reward/unscorable",), is_plain=True, tells_zero=False),
     Row(
         "accuracy",
         ("evaluation/accuracy", "reward/accuracy", "preference/accuracy"),
@@ -113,9 +115,12 @@ class Screen:
         """Show the step in one line: `step 7/300 reward 0.51 entropy 0.2 …`; 7 steps are done."""
         shown = [f"step {self.steps_done}/{self.num_steps}"]
         for row in ROWS:
-            if row.is_plain and row.label in self.latest:
+            if not row.is_plain or row.label not in self.latest:
+                continue
+            value = self.latest[row.label]
+            if value or row.tells_zero:
                 label = row.label.replace(" ", "_")
-                shown.append(f"{label} {format_value(self.latest[row.label])}")
+                shown.append(f"{label} {format_value(value)}")
         self.message("  ".join(shown))
 
     def message(self, text: str) -> None:
@@ -227,7 +232,7 @@ def _metrics_table(screen: Screen) -> Table:
         table.add_column(justify=justify, no_wrap=True)
     for row in ROWS:
         values = screen.history.get(row.label)
-        if values:
+        if values and (row.tells_zero or any(values)):
             table.add_row(row.label, format_value(values[-1]), sparkline(values))
     return table
 

@@ -71,6 +71,42 @@ def test_expert_load_needs_no_window():
     assert alarms({"routing/load_max_ratio": 2.0})["expert_load"] == "" and not alarms.on
 
 
+def test_unscorable_samples_need_no_window():
+    alarms = alarms_with()
+    text = alarms({"reward/unscorable_fraction": 0.96})["unscorable"]
+    assert text.startswith("96% of the step's samples could not be scored")
+    assert "alarms.unscorable_fraction = 0.25" in text
+    known = {".".join(map(str, path)) for path in schema.all_fields()}
+    named = set(re.findall(r"\b(?:alarms|data)\.[a-z_]+\b", text))
+    assert named == {"alarms.unscorable_fraction", "data.reward_timeout_s"} <= known
+    assert alarms.on == {"unscorable"}
+    assert alarms({"reward/unscorable_fraction": 0.25})["unscorable"] == "" and not alarms.on
+    for metrics in ({}, {"reward/unscorable_fraction": None}):
+        assert "unscorable" not in alarms(metrics)
+    never = alarms_with(AlarmsConfig(unscorable_fraction=1.0))
+    assert never({"reward/unscorable_fraction": 1.0})["unscorable"] == ""
+
+
+def test_a_step_in_which_rewards_fail_is_told(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        "grpo_megatron.controller.rl_loop.show",
+        lambda kind, **values: said.append(values["text"]) if kind == "message" else None,
+    )
+
+    def answer(step, prompt, sample):
+        if step == 1 and sample > 0:
+            return float("nan")
+        return float(sample % 2)
+
+    loop = Loop(tmp_path, recipe(num_steps=3), answer=answer)
+    loop.run()
+    assert [record["alarm/unscorable"] for record in loop.metrics()] == [0, 1, 0]
+    assert [record["reward/unscorable"] for record in loop.metrics()] == [0, 12, 0]
+    [told] = [text for text in said if "could not be scored" in text]
+    assert told.startswith("step 1: 75% of the step's samples")
+
+
 # alarm, metric, values that are fine for ever, and values that end in the alarm
 CASES = [
     ("entropy_collapse", "policy/entropy", [0.01], [0.3, 0.001]),

@@ -69,6 +69,7 @@ def test_metrics_of_truncated_sampling():
 def test_metrics_of_a_batch():
     metrics = by_domain(rollout_metrics, GROUPS)
     assert metrics["reward/unscorable"] == 1
+    assert metrics["reward/unscorable_fraction"] == 1 / metrics["batch/num_samples"] == 1 / 12
     np.testing.assert_allclose(metrics["reward/mean"], 6 / 11)
     np.testing.assert_allclose(metrics["reward/mean@e"], 1 / 3)
     assert metrics["group/all_equal_fraction"] == 1 / 3

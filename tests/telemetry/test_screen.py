@@ -147,6 +147,20 @@ def test_only_metrics_of_the_step_are_in_its_line():
     assert file.getvalue().splitlines()[1] == "step 2/300  reward 2"
 
 
+def test_samples_that_could_not_be_scored_are_told_where_there_are_any():
+    screen, _, file = plain()
+    for step, count in enumerate([0.0, 46.0, 0.0]):
+        screen.step({"step": step, "reward/mean": 1.0, "reward/unscorable": count})
+        assert ("unscorable" in drawn(screen)) == (step > 0)
+    assert file.getvalue().splitlines() == [
+        "step 1/300  reward 1",
+        "step 2/300  reward 1  unscorable 46",
+        "step 3/300  reward 1",
+    ]
+    [row] = [line for line in drawn(screen).splitlines() if line.startswith("unscorable")]
+    assert row.split() == ["unscorable", "0", "▁█▁"]
+
+
 def test_a_terminal_gets_the_live_screen():
     screen = make_screen("demo", 3, console=terminal())
     assert isinstance(screen, LiveScreen)
