@@ -238,9 +238,9 @@ class Alarms:
             return ""
         return (
             f"{share:.0%} of the step's samples could not be scored and train nothing "
-            f"(alarms.unscorable_fraction = {self._limits.unscorable_fraction:g}); in metrics.jsonl "
-            "reward/*/raised, timed_out and died count why, and controller.log has what was raised; "
-            "raise data.reward_timeout_s for what takes too long"
+            f"(alarms.unscorable_fraction = {self._limits.unscorable_fraction:g}); "
+            "reward/*/raised, timed_out and died of metrics.jsonl count why, and controller.log "
+            "has what was raised; raise data.reward_timeout_s for what takes too long"
         )
 
     def _lazy_displacement(self, gain: float, norm: float) -> str:
