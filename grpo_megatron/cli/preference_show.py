@@ -8,7 +8,7 @@ from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.dataset_answers import DatasetAnswers
 from grpo_megatron.data.preference_rows import PreferenceRow
 from grpo_megatron.data.preferences import read_preferences, why_dropped
-from grpo_megatron.data.step_rows import StepRow, marked_answer
+from grpo_megatron.data.step_rows import StepRow, bare_step, marked_answer
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.types import Prompt
 
@@ -36,7 +36,7 @@ def show_answers(
     """Print the answers of a row with their labels, and their tokens where a tokenizer is there.
 
     Raises DataError where the tokenizer cannot write one."""
-    dropped = why_dropped(row)
+    dropped = why_dropped(row, config.preferences)
     if isinstance(row, StepRow):
         _show_steps(config.preferences, row, say)
     else:
@@ -49,7 +49,8 @@ def show_answers(
 
 def _show_steps(settings: PreferencesConfig, row: StepRow, say: Say) -> None:
     for number, (step, label) in enumerate(zip(row.steps, row.labels, strict=True), start=1):
-        say(f"step {number}, label {label:g}: {step.strip()}{settings.step_token}")
+        marked = bare_step(step, settings.step_token) + settings.step_token
+        say(f"step {number}, label {label:g}: {marked}")
 
 
 def _show_labelled(settings: PreferencesConfig, row: PreferenceRow, say: Say) -> None:
@@ -71,11 +72,8 @@ def _show_tokens(
     counts: Sequence[int]
     if isinstance(row, StepRow):
         answer = marked_answer(row, prompt, tokenizer, config.preferences.step_token)
-        if answer is None:
-            say(
-                "note: a run leaves it out: the tokenizer joins its steps with the step token or "
-                "the prompt"
-            )
+        if isinstance(answer, str):
+            say(f"note: a run leaves it out: {answer}")
             return
         counts = [answer.num_tokens - 1]  # the last step token stands twice
     else:

@@ -20,7 +20,13 @@ from grpo_megatron.data.preference_rows import PreferenceRow, preference_of
 from grpo_megatron.data.prompts import Splits, share, text_hash, tokenised
 from grpo_megatron.data.row_files import read_rows
 from grpo_megatron.data.sources import is_of_domain, known_arguments
-from grpo_megatron.data.step_rows import StepRow, id_of_step_token, marked_answer, step_row_of
+from grpo_megatron.data.step_rows import (
+    StepRow,
+    id_of_step_token,
+    marked_answer,
+    step_row_of,
+    why_no_steps,
+)
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Completion, Prompt
@@ -98,12 +104,14 @@ def read_preferences(
         )
 
 
-def refuse_bad_preferences(domain: DomainConfig, rows: Iterable[PreferenceRow | StepRow]) -> None:
+def refuse_bad_preferences(
+    domain: DomainConfig, settings: PreferencesConfig, rows: Iterable[PreferenceRow | StepRow]
+) -> None:
     """Read all `rows` of a domain. Raises DataError where none of them can be trained."""
     num_sound = 0
     reasons: Counter[str] = Counter()
     for row in rows:
-        reason = why_dropped(row)
+        reason = why_dropped(row, settings)
         if reason:
             reasons[reason] += 1
         else:
@@ -155,7 +163,7 @@ def _of_domain(
     rows: list[PreferenceRow] = []
     of_steps: list[StepRow] = []
     for row in read_preferences(domain, config.preferences):
-        reason = why_dropped(row)
+        reason = why_dropped(row, config.preferences)
         if reason:
             reasons[reason] += 1
         elif isinstance(row, StepRow):
@@ -202,8 +210,8 @@ def _with_steps(
     found = []
     for row, prompt in zip(rows, prompts, strict=True):
         answer = marked_answer(row, prompt, tokenizer, step_token)
-        if answer is None:
-            reasons[f"whose steps the tokenizer joins with {step_token!r} or the prompt"] += 1
+        if isinstance(answer, str):
+            reasons[answer] += 1
         elif len(prompt.token_ids) + answer.num_tokens - 1 > longest or not prompt.token_ids:
             reasons[_too_long(longest)] += 1  # the last step token stands twice
         else:
@@ -311,14 +319,10 @@ def _with_id(prompt: Prompt, answers: Sequence[Completion], kind: str) -> Prompt
     )
 
 
-def why_dropped(row: PreferenceRow | StepRow) -> str:
+def why_dropped(row: PreferenceRow | StepRow, settings: PreferencesConfig) -> str:
     """Why the texts of a row teach nothing; empty: they may."""
     if isinstance(row, StepRow):
-        if not row.steps:
-            return "without steps"
-        if not all(step.strip() for step in row.steps):
-            return "with an empty step"
-        return ""
+        return why_no_steps(row, settings.step_token)
     if not all(answer.strip() for answer in row.answers):
         return _WITH_EMPTY_ANSWER
     if len(row.answers) == 2 and row.answers[0] == row.answers[1]:

@@ -93,12 +93,29 @@ def id_of_step_token(tokenizer: TextTokenizer, step_token: str) -> int:
     )
 
 
+def bare_step(step: str, step_token: str) -> str:
+    """Return a step without white space around it and without the mark that may end it already."""
+    return step.strip().removesuffix(step_token)
+
+
+def why_no_steps(row: StepRow, step_token: str) -> str:
+    """Why the texts of a row cannot be read step by step; empty: they can."""
+    if not row.steps:
+        return "without steps"
+    bare = [bare_step(step, step_token) for step in row.steps]
+    if not all(step.strip() for step in bare):
+        return "with an empty step"
+    if any(step_token in step for step in bare):
+        return f"with the step token {step_token!r} inside of a step"
+    return ""
+
+
 def marked_answer(
     row: StepRow, prompt: Prompt, tokenizer: TextTokenizer, step_token: str
-) -> Completion | None:
+) -> Completion | str:
     """Return the steps as a process reward model reads them (`rewards.step_rewards`): without white
-    space around them and with `step_token` behind each. None where the tokenizer cuts the text of
-    prompt and steps, which a server gets as one, into other tokens than theirs.
+    space around them and with `step_token` behind each. Else a text: why a server, which gets
+    prompt and steps as one text, would not read them so.
 
     A step is a turn of one token: the one behind its step token, so that the position of the step
     token is looked at; the last one stands twice for it. Turns have the labels as rewards."""
@@ -107,12 +124,16 @@ def marked_answer(
     turns = []
     text = ""
     for step, label in zip(row.steps, row.labels, strict=True):
-        bare = step.strip().replace(step_token, "")
+        bare = bare_step(step, step_token)
         ids += [*tokenizer.encode(bare), step_token_id]
         turns.append(Turn(len(ids), len(ids) + 1, label))
         text += bare + step_token
+    if step_token_id in prompt.token_ids:
+        return f"with the step token {step_token!r} in the prompt"
+    if ids.count(step_token_id) > len(turns):
+        return f"with the step token {step_token!r} inside of a step"
     if tokenizer.encode(prompt.text + text) != [*prompt.token_ids, *ids]:
-        return None
+        return f"with steps that the tokenizer joins with {step_token!r} or the prompt"
     ids.append(step_token_id)
     logprobs = np.full(len(ids), np.nan, np.float32)
     logprobs[[turn.start for turn in turns]] = -np.inf

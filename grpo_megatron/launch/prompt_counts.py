@@ -185,7 +185,7 @@ def _preferences(config: RunConfig, domain: DomainConfig) -> Iterator[_Row]:
     """Yield what the rows of a domain's file give, however long it is: equal ones may have other
     metadata, of which a template makes other prompts."""
     for row in read_preferences(domain, config.preferences):
-        reason = why_dropped(row)
+        reason = why_dropped(row, config.preferences)
         if reason:
             yield _Row("", reason)
             continue

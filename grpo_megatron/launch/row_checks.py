@@ -45,7 +45,8 @@ def refuse_bad_rows(config: RunConfig, index: int, model: KnownModel | None) -> 
     domain = config.domains[index]
     prompts = _Prompts(domain, model, f"domains.{index}.environment.demonstration")
     if config.trains_preferences:
-        refuse_bad_preferences(domain, _sound_preferences(config, domain, prompts))
+        rows = _sound_preferences(config, domain, prompts)
+        refuse_bad_preferences(domain, config.preferences, rows)
         return
     problems = iterate_problems(domain, config.seed)
     if domain.source != "file":
@@ -105,7 +106,7 @@ def _sound_preferences(
     config: RunConfig, domain: DomainConfig, prompts: _Prompts
 ) -> Iterator[PreferenceRow | StepRow]:
     for row in read_preferences(domain, config.preferences):
-        if not why_dropped(row):  # others are left out before they get tokens
+        if not why_dropped(row, config.preferences):  # others are left out before they get tokens
             prompts.refuse_bad(row.problem)
             for text in _answers_of(row):
                 prompts.refuse_unwritable(text, row.problem)

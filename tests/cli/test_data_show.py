@@ -452,6 +452,20 @@ def test_steps_are_shown_with_their_labels(tmp_path, capsys):
     assert "tokens of the answers: 4, with their ends" in text
 
 
+def test_rows_with_a_step_token_of_their_own_are_told(tmp_path, capsys):
+    of_steps = ["kind=reward_model", "preferences.loss=stepwise", "preferences.step_token=."]
+    rows = [
+        {"prompt": "1 + 1 =", "completions": ["2.8"], "labels": [True]},
+        {"prompt": "1.5 + 1 =", "completions": ["2."], "labels": [True]},
+    ]
+    code, text = shown_preferences(tmp_path, capsys, rows, *of_steps)
+    assert code == 0
+    assert "note: a run leaves it out: with the step token '.' inside of a step" in text
+    assert "note: a run leaves it out: with the step token '.' in the prompt" in text
+    assert "step 1, label 1: 2.8.\n" in text and "step 1, label 1: 2.\n" in text
+    assert "tokens of the answers" not in text
+
+
 def test_prompts_that_an_earlier_domain_has_are_told(show):
     again = f"""
 [[domains]]

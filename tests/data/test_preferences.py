@@ -114,10 +114,11 @@ def test_pairs_and_labels_in_one_table(absent):
 
 def test_empty_answers_of_one_table_are_counted():
     columns = {"prompt": "1 + 1?", "chosen": "", "rejected": "3", "completion": "", "label": ""}
-    assert why_dropped(read(columns, is_paired=False)) == "with an empty answer"
-    assert why_dropped(read(columns | {"rejected": ""})) == "with an empty answer"
+    settings = PreferencesConfig()
+    assert why_dropped(read(columns, is_paired=False), settings) == "with an empty answer"
+    assert why_dropped(read(columns | {"rejected": ""}), settings) == "with an empty answer"
     labelled = {"prompt": "1 + 1?", "completion": "", "label": True}
-    assert why_dropped(read(labelled, is_paired=False)) == "with an empty answer"
+    assert why_dropped(read(labelled, is_paired=False), settings) == "with an empty answer"
 
 
 @pytest.mark.parametrize("rejected", [None, "", "3"])

@@ -8,8 +8,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from grpo_megatron.config.preferences import PreferencesConfig
 from grpo_megatron.config.run import DomainConfig, RunConfig
-from grpo_megatron.data.preferences import load_preferences
+from grpo_megatron.data.preferences import load_preferences, why_dropped
 from grpo_megatron.data.prompt_text import tokenizer_directory
 from grpo_megatron.data.step_rows import StepRow, id_of_step_token, marked_answer, step_row_of
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
@@ -21,6 +22,7 @@ from tests.data.preference_files import recipe, write
 
 PLAIN = DomainConfig(name="d", source="file", path="x")
 CHAT = PLAIN.model_copy(update={"template": "chat"})
+STEPWISE = PreferencesConfig(loss="stepwise", step_token=".")
 NO_PROMPT = Prompt("", "d", "", (), "")
 USER = {"role": "user", "content": "1 + 1?"}
 
@@ -86,7 +88,7 @@ def tokenizer():
 
 
 def test_a_step_is_read_at_its_mark(tokenizer):
-    row = StepRow(Problem("", "", {}), (" 12", "3.4 ", "5"), (1.0, 0.0, 0.5))
+    row = StepRow(Problem("", "", {}), (" 12", "34 ", "5"), (1.0, 0.0, 0.5))
     answer = marked_answer(row, NO_PROMPT, tokenizer, ".")
     assert tokenizer.decode(answer.token_ids) == "12.34.5.."
     assert [turn.reward for turn in answer.turns] == [1.0, 0.0, 0.5]
@@ -113,9 +115,42 @@ def joining_tokenizer() -> TextTokenizer:
 
 def test_a_mark_that_the_tokenizer_joins_with_a_step():
     row = StepRow(Problem("", "", {}), ("b", "a"), (1.0, 1.0))
-    assert marked_answer(row, NO_PROMPT, joining_tokenizer(), ".") is None
+    why = marked_answer(row, NO_PROMPT, joining_tokenizer(), ".")
+    assert why == "with steps that the tokenizer joins with '.' or the prompt"
     alone = StepRow(Problem("", "", {}), ("b", "ab"), (1.0, 1.0))
-    assert marked_answer(alone, NO_PROMPT, joining_tokenizer(), ".") is not None
+    assert marked_answer(alone, NO_PROMPT, joining_tokenizer(), ".").text == "b.ab."
+
+
+def test_a_mark_that_a_step_has_already_is_the_mark(tokenizer):
+    """Math-Shepherd's steps end with it."""
+    row = StepRow(Problem("", "", {}), ("12.", " 34. "), (1.0, 0.0))
+    assert why_dropped(row, STEPWISE) == ""
+    bare = StepRow(Problem("", "", {}), ("12", "34"), (1.0, 0.0))
+    marked = marked_answer(row, NO_PROMPT, tokenizer, ".")
+    expected = marked_answer(bare, NO_PROMPT, tokenizer, ".")
+    assert marked.text == expected.text == "12.34."
+    np.testing.assert_array_equal(marked.token_ids, expected.token_ids)
+
+
+@pytest.mark.parametrize("step", ["2.8", ".8", "2..", "2 . 8 ."])
+def test_a_step_with_the_mark_inside_is_left_out(step):
+    """Without the mark it would be another text under the label of this one."""
+    row = StepRow(Problem("", "", {}), ("12", step), (1.0, 0.0))
+    assert why_dropped(row, STEPWISE) == "with the step token '.' inside of a step"
+
+
+@pytest.mark.parametrize("step", ["", " ", ".", " . "])
+def test_a_step_of_a_mark_alone_is_empty(step):
+    row = StepRow(Problem("", "", {}), ("12", step), (1.0, 0.0))
+    assert why_dropped(row, STEPWISE) == "with an empty step"
+
+
+def test_a_prompt_with_the_mark_is_left_out(tokenizer):
+    """A server would score it as a step."""
+    row = StepRow(Problem("", "", {}), ("12",), (1.0,))
+    prompt = Prompt("", "d", "1.5 =", tuple(tokenizer.encode("1.5 =")), "")
+    why = marked_answer(row, prompt, tokenizer, ".")
+    assert why == "with the step token '.' in the prompt"
 
 
 @pytest.mark.parametrize(
@@ -149,9 +184,14 @@ def test_what_is_left_out_is_counted(tmp_path, tokenizer):
         {"prompt": "1 + 1 =", "completions": ["3", " "], "labels": [1, 1]},
         {"prompt": "1 + 1 =", "completions": [], "labels": []},
         {"prompt": "1 + 1 =", "completions": ["1" * 9], "labels": [1]},
+        {"prompt": "1 + 1 =", "completions": ["2.8", "3"], "labels": [1, 0]},
+        {"prompt": "1 + 1 =", "completions": ["3", "2.8"], "labels": [1, 0]},
+        {"prompt": "1.5 + 1 =", "completions": ["3"], "labels": [1]},
     ]
     found = load_preferences(steps_recipe(write(tmp_path, rows)), tokenizer)
-    assert sorted(found.dropped.values()) == [1, 1, 1, 1]
+    assert sorted(found.dropped.values()) == [1, 1, 1, 1, 1, 2]
+    [inside] = [text for text in found.dropped if "inside of a step" in text]
+    assert inside == "domain 'sums': 2 with the step token '.' inside of a step"
     assert {len(one.answers) for one in found.by_id.values()} == {1}
     assert len(found.by_id) == 6
     longest = {"prompt": "1 + 1 =", "completions": ["1" * 7], "labels": [1]}  # 7 + 8 tokens
