@@ -467,11 +467,16 @@ def _judges_answers(component: Component) -> bool:
 
 
 def _reads_answer(function: Callable[..., object]) -> bool:
-    """Whether a function's code uses its second argument; True where its code cannot be seen."""
+    """Whether a function's code uses its argument `answer`, else its second one; True where its
+    code cannot be seen."""
     code = getattr(function, "__code__", None)
-    if code is None or code.co_argcount < 2:
+    if code is None:
         return True
-    name = code.co_varnames[1]
+    name = "answer"
+    if name not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        if code.co_argcount < 2:
+            return True
+        name = code.co_varnames[1]
     if name in code.co_cellvars:  # an inner function has it
         return True
     used = (instruction.argval for instruction in dis.get_instructions(code))

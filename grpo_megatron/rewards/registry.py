@@ -4,7 +4,7 @@ import copy
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,6 +13,8 @@ from grpo_megatron.config.secret_values import with_secrets
 from grpo_megatron.config.suggest import did_you_mean, nearest
 from grpo_megatron.errors import ConfigError, GrpoMegatronError, RewardError, raised_as
 
+TEXTS = ("completion", "answer")
+"""What every reward takes: by these names, or else as the first two."""
 CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids", "outcome")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
 `**arguments` takes the first two: the others would be sent to processes for nothing."""
@@ -30,6 +32,8 @@ class BoundReward:
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(repr=False)  # with secrets
     context: tuple[str, ...]
+    by_place: tuple[str, ...] = TEXTS
+    """Which of TEXTS a call passes by place, in this order; the others go by name."""
 
     @property
     def is_async(self) -> bool:
@@ -41,7 +45,9 @@ class BoundReward:
         recipe's arguments are copies, which it may change."""
         offered = {key: context[key] for key in self.context}
         arguments = copy.deepcopy(dict(self.arguments))
-        return self.function(completion, answer, **offered, **arguments)
+        texts = {"completion": completion, "answer": answer}
+        in_order = [texts.pop(name) for name in self.by_place]
+        return self.function(*in_order, **texts, **offered, **arguments)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -103,20 +109,14 @@ def bind(
         is_required = parameter is not None and parameter.default is inspect.Parameter.empty
         if is_required and key not in arguments:
             arguments = {**arguments, key: value}
-    taken = [key for key in arguments if key in CONTEXT]
+    taken = [key for key in arguments if key in (*TEXTS, *CONTEXT)]
     if taken:
         raise RewardError(
             f"reward {reference}: argument {taken[0]!r} is the pool's own",
             remedy="rename the argument",
         )
     context = tuple(key for key in CONTEXT if _takes(signature, key))
-    try:
-        signature.bind("", "", **dict.fromkeys(context), **arguments)
-    except TypeError as error:
-        raise RewardError(
-            f"reward {reference}{signature} cannot be called: {error}",
-            remedy=_remedy(signature, arguments),
-        ) from error
+    by_place = _texts_by_place(reference, signature, context, arguments)
     try:
         check(**arguments)
     except GrpoMegatronError:
@@ -127,7 +127,68 @@ def bind(
             f"{type(error).__name__}: {error}",
             remedy="give each argument a value of its type",
         ) from error
-    return BoundReward(reference, function, arguments, context)
+    return BoundReward(reference, function, arguments, context, by_place)
+
+
+def _texts_by_place(
+    reference: str,
+    signature: inspect.Signature,
+    context: Sequence[str],
+    arguments: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Return which of TEXTS a call passes by place, in order, so that a parameter with the name of
+    one gets that one. Raises RewardError where no call fits the signature.
+
+    By place first: what a decorator calls is not always named as its signature says."""
+    named = _named_texts(signature)
+    ways: list[tuple[str, ...]] = [TEXTS]
+    answer = signature.parameters.get("answer")
+    is_answer_apart = answer is not None and answer.kind is inspect.Parameter.KEYWORD_ONLY
+    if len(named) == len(TEXTS) or is_answer_apart:
+        ways.append(_without_keyword(signature, named))
+    marks = {name: object() for name in TEXTS}
+    what = ""
+    remedy = ""
+    for by_place in ways:
+        in_order = [marks[name] for name in by_place]
+        by_name = {name: marks[name] for name in TEXTS if name not in by_place}
+        try:
+            bound = signature.bind(*in_order, **by_name, **dict.fromkeys(context), **arguments)
+        except TypeError as error:
+            what = str(error)
+            remedy = _remedy(signature, named, arguments)
+            continue
+        misplaced = [name for name in named if bound.arguments.get(name) is not marks[name]]
+        if not misplaced:
+            return by_place
+        what = f"its parameter {misplaced[0]!r} would not get the {misplaced[0]}"
+        remedy = (
+            "name one `completion` and the other `answer`, or let the first be the completion and "
+            "the second the answer"
+        )
+    raise RewardError(f"reward {reference}{signature} cannot be called: {what}", remedy=remedy)
+
+
+def _named_texts(signature: inspect.Signature) -> list[str]:
+    """Return those of TEXTS that are names of parameters, in the order of the signature."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = []
+    for parameter in signature.parameters.values():
+        if parameter.name in TEXTS and parameter.kind not in variadic:
+            named.append(parameter.name)
+    return named
+
+
+def _without_keyword(signature: inspect.Signature, named: Sequence[str]) -> tuple[str, ...]:
+    """Return those of TEXTS that cannot be passed by name: a completion that has none, and what is
+    named by parameters of places alone."""
+    found = []
+    if "completion" not in named:
+        found.append("completion")
+    for name in named:
+        if signature.parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY:
+            found.append(name)
+    return tuple(found)
 
 
 def _refuse_no_reference(reference: Any) -> None:
@@ -147,9 +208,13 @@ def _refuse_no_reference(reference: Any) -> None:
     raise RewardError(f"reward {reference!r} is not `module:function`", remedy=remedy)
 
 
-def _remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:
-    """Return what to do about a signature that these arguments do not fit."""
-    own = list(signature.parameters.values())[2:]  # after completion and answer
+def _remedy(
+    signature: inspect.Signature, named: Sequence[str], arguments: Mapping[str, Any]
+) -> str:
+    """Return what to do about a signature that these arguments do not fit. named: of TEXTS."""
+    others = [value for name, value in signature.parameters.items() if name not in named]
+    num_texts = len(TEXTS) - len(named)
+    own = others[num_texts:]  # the first are texts by another name
     strange = [key for key in arguments if key not in signature.parameters]
     if strange:
         known = [parameter.name for parameter in own if parameter.name not in CONTEXT]

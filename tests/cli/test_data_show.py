@@ -357,6 +357,9 @@ def test_a_reward_that_is_not_there_is_an_error_of_rewards(show):
         (functions.language_consistency, False),
         (functions.repetition, False),
         (lambda completion, answer: [answer for _ in completion], True),
+        (lambda answer, completion: len(completion), False),
+        (lambda *, completion, answer: len(completion), False),
+        (lambda *, completion, answer: completion == answer, True),
         (max, True),
     ],
 )

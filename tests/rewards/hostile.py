@@ -206,3 +206,48 @@ def takes_an_argument(completion: str, answer: str, *, words: list[str]) -> floa
     """How many words the recipe gave, of which this takes one."""
     words.pop()
     return len(words) + 1.0
+
+
+def swapped(answer: str, completion: str) -> list[str]:
+    return [completion, answer]
+
+
+def swapped_by_place(answer: str, completion: str, /) -> list[str]:
+    return [completion, answer]
+
+
+def by_name(*, answer: str, completion: str) -> list[str]:
+    return [completion, answer]
+
+
+def prompt_first(prompt: str, completion: str, answer: str) -> list[str]:
+    assert prompt == "a prompt"
+    return [completion, answer]
+
+
+def text_and_answer(text: str, expected: str) -> list[str]:
+    return [text, expected]
+
+
+def answer_named(text: str, *, answer: str) -> list[str]:
+    return [text, answer]
+
+
+def answer_before_text(answer: str, text: str) -> list[str]:
+    return [text, answer]
+
+
+def text_before_completion(text: str, completion: str) -> list[str]:
+    return [text, completion]
+
+
+def weighed_between(answer: str, weight: float, completion: str) -> float:
+    return weight
+
+
+def text_and_answer_and_completion(text: str, expected: str, completion: str = "") -> float:
+    return 0.0
+
+
+def weighed_by_name(text: str, weight: float, *, answer: str) -> float:
+    return weight

@@ -145,6 +145,40 @@ def test_a_reward_takes_the_context_that_it_names():
     assert bind(f"{HOSTILE}:scaled", {"factor": 3})("2", "", context) == 6
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["swapped", "swapped_by_place", "by_name", "prompt_first", "text_and_answer", "answer_named"],
+)
+def test_texts_reach_the_parameters_that_have_their_names(name):
+    """Wherever they stand; without names the first is the completion, the second the answer."""
+    bound = bind(f"{HOSTILE}:{name}", {})
+    assert bound("a completion", "an answer", {"prompt": "a prompt"}) == [
+        "a completion",
+        "an answer",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("answer_before_text", {}, ["'answer' would not get the answer"]),
+        ("text_before_completion", {}, ["'completion' would not get the completion"]),
+        ("text_and_answer_and_completion", {}, ["'completion' would not get the completion"]),
+        ("weighed_by_name", {}, ["set it in the recipe: arguments = { weight = … }"]),
+        ("weighed_between", {}, ["set it in the recipe: arguments = { weight = … }"]),
+        ("swapped", {"answer": "x"}, ["argument 'answer' is the pool's own"]),
+        ("greedy", {}, ["too many positional arguments", "a reward is def reward("]),
+    ],
+)
+def test_a_text_in_the_place_of_the_other_is_refused(name, arguments, words):
+    with pytest.raises(RewardError) as caught:
+        bind(f"{HOSTILE}:{name}", arguments)
+    for word in words:
+        assert word in str(caught.value)
+    if "would not get" in words[0]:
+        assert "name one `completion` and the other `answer`" in caught.value.remedy
+
+
 def test_components_have_unique_names():
     match = f"{FUNCTIONS}:exact_match"
     with pytest.raises(RewardError, match="two reward components are called 'exact_match'"):
