@@ -121,7 +121,10 @@ class RewardProcess:
             return await self._line()
 
     async def _line(self) -> Any:
-        line = await self._reader.readline()
+        try:
+            line = await self._reader.readline()
+        except ValueError as error:  # a line longer than the reader takes
+            raise ConnectionError(f"it says too much at once ({error})") from error
         if not line.endswith(b"\n"):
             raise ConnectionError("it ended")
         return json.loads(line)

@@ -14,13 +14,27 @@ import traceback
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.file_part import FilePart
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rewards.calls import Call, CallOutcome
 from grpo_megatron.rewards.registry import BoundReward, bind, to_float
+
+_MOST_STEPS = 1 << 20
+"""Of one call: its outcome is one line, and the parent reads no longer ones than 64 MiB."""
+_LONGEST_TRACE = 1 << 15
+"""Characters."""
+
+
+class _Ready(NamedTuple):
+    """A call with all that it needs."""
+
+    begin: Callable[[], Any]
+    """Calls the reward."""
+    num_characters: int
+    """Of the completion, where its steps may end."""
 
 
 def main() -> None:
@@ -44,14 +58,17 @@ def main() -> None:
         while stream.peek(1):
             calls: list[Call] = pickle.load(stream)
             tell(None)
-            bound = []
+            ready = []
             for call in calls:
-                bound.append(partial(_called, rewards[call.component], *_read(call)))
+                completion, answer, context = _read(call)
+                reward = rewards[call.component]
+                begin = partial(_called, reward, completion, answer, context)
+                ready.append(_Ready(begin, len(completion)))
             if rewards[calls[0].component].is_async:
-                loop.run(_await_all(bound, tell, **limits))
+                loop.run(_await_all(ready, tell, **limits))
             else:
-                for index, scored in enumerate(bound):
-                    tell((index, _outcome(scored)))
+                for index, one in enumerate(ready):
+                    tell((index, _outcome(one.begin, one.num_characters)))
 
 
 def _read(call: Call) -> tuple[str, str, Mapping[str, Any]]:
@@ -75,7 +92,7 @@ def _called(reward: BoundReward, completion: str, answer: str, context: Mapping[
 
 
 async def _await_all(
-    calls: Sequence[Callable[[], Any]],
+    calls: Sequence[_Ready],
     tell: Callable[[Any], None],
     *,
     timeout_s: float,
@@ -84,14 +101,14 @@ async def _await_all(
     """A call over its limit is cancelled; the parent ends one that does not let itself be."""
     free = asyncio.Semaphore(concurrency)
 
-    async def score(index: int, call: Callable[[], Any]) -> None:
+    async def score(index: int, call: _Ready) -> None:
         async with free:
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    value = await call()
-                outcome = _outcome(lambda: value)
+                    value = await call.begin()
+                outcome = _outcome(lambda: value, call.num_characters)
             except BaseException:
-                outcome = CallOutcome("raised", trace=traceback.format_exc())
+                outcome = CallOutcome("raised", trace=_trace())
             if limit.expired():
                 outcome = CallOutcome("timed_out")
             tell((index, outcome))
@@ -99,20 +116,46 @@ async def _await_all(
     await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
 
 
-def _outcome(call: Callable[[], Any]) -> CallOutcome:
+def _outcome(call: Callable[[], Any], num_characters: int) -> CallOutcome:
+    """Return how a call ends. num_characters: of its completion."""
     try:
         value = call()
         if not isinstance(value, list):
             return CallOutcome(value=to_float(value))
+        if len(value) > _MOST_STEPS:
+            raise ValueError(f"{len(value)} steps are more than {_MOST_STEPS}")
         steps = []
         total = 0.0
         for end, reward in value:
             step_reward = to_float(reward)
-            steps.append((operator.index(end), step_reward))
+            steps.append((_checked_end(operator.index(end), num_characters), step_reward))
             total += step_reward
         return CallOutcome(value=to_float(total), steps=steps)
     except BaseException:  # SystemExit of a reward must not end the worker either
-        return CallOutcome("raised", trace=traceback.format_exc())
+        return CallOutcome("raised", trace=_trace())
+
+
+def _checked_end(end: int, num_characters: int) -> int:
+    """Return where a step ends. Raises ValueError where that is no character's end: it would be
+    credited to a token of another step, as places in tokens or bytes are."""
+    first = min(1, num_characters)
+    if first <= end <= num_characters:
+        return end
+    raise ValueError(
+        f"a step ends at {end} of {num_characters} characters: its end is the number of "
+        f"characters of the completion up to it, from {first} to {num_characters}"
+    )
+
+
+def _trace() -> str:
+    """Return the traceback of what was raised, without its middle where it is long: the parent
+    wants the frames, which come first, and the end of the message."""
+    trace = traceback.format_exc()
+    left_out = len(trace) - _LONGEST_TRACE
+    if left_out <= 0:
+        return trace
+    half = _LONGEST_TRACE // 2
+    return f"{trace[:half]} [{left_out} characters left out] {trace[-half:]}"
 
 
 if __name__ == "__main__":

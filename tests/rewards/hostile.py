@@ -251,3 +251,22 @@ def text_and_answer_and_completion(text: str, expected: str, completion: str = "
 
 def weighed_by_name(text: str, weight: float, *, answer: str) -> float:
     return weight
+
+
+def ends_as_told(completion: str, answer: str) -> list[tuple[int, float]]:
+    """One step, which ends at the number in the completion."""
+    return [(int(completion or "0"), 1.0)]
+
+
+async def ends_as_told_later(completion: str, answer: str) -> list[tuple[int, float]]:
+    """The same, as a coroutine."""
+    await asyncio.sleep(0)
+    return ends_as_told(completion, answer)
+
+
+def says_much(completion: str, answer: str) -> Any:
+    """Raise, or return steps: as many characters or steps as the completion says."""
+    what, number = completion.split()
+    if what == "raise":
+        raise ValueError("The message begins. " + int(number) * "x" + " It ends.")
+    return int(number) * [(1, 0.5)]

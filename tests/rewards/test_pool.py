@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.pool import RewardPool, weighted_sum
+from grpo_megatron.rewards.pool import RewardPool, raised_at, weighted_sum
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
 from tests.rewards.reward_pools import HOSTILE, domain, group, score
 
@@ -126,6 +126,33 @@ def test_the_first_traceback_is_kept_and_logged_once(caplog):
     assert caplog.text.count("Traceback") == 1
 
 
+def test_a_long_message_costs_its_sample_only(monkeypatch):
+    monkeypatch.setattr("grpo_megatron.rewards.places._LONGEST_LINE", 1 << 20)
+    texts = ["steps 1", "raise 3000000", "steps 2"]
+    [scored], pool = score([domain(f"{HOSTILE}:says_much")], [group(texts)])
+    np.testing.assert_equal(scored.rewards, [0.5, math.nan, 1])
+    assert pool.take_metrics()["reward/d.says_much/raised"] == 1
+    told = raised_at(pool.components[0].trace)
+    assert "The message begins." in told and "hostile.py" in told
+    assert "characters left out" in told and "It ends." in told
+    assert len(pool.components[0].trace) < 1 << 16
+
+
+def test_more_steps_than_a_completion_may_have_are_refused():
+    texts = ["steps 1", f"steps {(1 << 20) + 1}", f"steps {1 << 20}"]
+    [scored], pool = score([domain(f"{HOSTILE}:says_much")], [group(texts)], timeout_s=60)
+    np.testing.assert_equal(scored.rewards, [0.5, math.nan, 1 << 19])
+    assert "1048577 steps are more than 1048576" in pool.components[0].trace
+
+
+def test_a_reply_that_is_too_long_costs_its_sample_only(monkeypatch):
+    monkeypatch.setattr("grpo_megatron.rewards.places._LONGEST_LINE", 1 << 16)
+    texts = ["steps 1", "steps 50000", "steps 2"]
+    [scored], pool = score([domain(f"{HOSTILE}:says_much")], [group(texts)])
+    np.testing.assert_equal(scored.rewards, [0.5, math.nan, 1])
+    assert pool.take_metrics()["reward/d.says_much/died"] == 1
+
+
 @pytest.mark.parametrize("number", [1, 5])
 def test_a_reward_that_always_raises_stops_the_run(number):
     domains = [domain(OBEY, {"function": f"{HOSTILE}:always_raises", "arguments": {"x": 1}})]
@@ -232,6 +259,18 @@ def test_one_step_that_cannot_be_scored_takes_all_of_its_reward():
     [alone], _ = score([domain(steps, {**beside, "weight": 0.0})], [group(texts)])
     np.testing.assert_equal(alone.rewards, [math.nan, 1])
     assert alone.steps == ((), ((6, 1.0),))
+
+
+@pytest.mark.parametrize("name", ["ends_as_told", "ends_as_told_later"])
+def test_a_step_ends_within_its_completion(name):
+    """Elsewhere no token is its last one. Of an empty completion it ends at 0."""
+    texts = ["1", "02", "", "0", "-1", "2", "004"]
+    [scored], pool = score([domain(f"{HOSTILE}:{name}")], [group(texts)])
+    np.testing.assert_equal(scored.rewards, [1, 1, 1, *[math.nan] * 4])
+    assert scored.steps == (((1, 1.0),), ((2, 1.0),), ((0, 1.0),), (), (), (), ())
+    assert pool.take_metrics()[f"reward/d.{name}/raised"] == 4
+    told = pool.components[0].trace
+    assert "a step ends at 0 of 1 characters" in told and "from 1 to 1" in told
 
 
 def test_steps_without_weight_are_none():
