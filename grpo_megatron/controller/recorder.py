@@ -29,6 +29,8 @@ from grpo_megatron.types import (
 )
 
 Decode = Callable[[Sequence[int]], str]
+_NO_CHARACTER = "\ufffd"
+"""What tokens decode to that are parts of a character."""
 
 
 def record_step(
@@ -155,8 +157,18 @@ def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
         decoded = decode(token_ids[: token + 1].tolist())
         return len(decoded) >= end and decoded[:end] == text[:end]
 
+    def has_same_text(token: int) -> bool:
+        # Of a character that was cut the first token already stands for all; one that writes
+        # nothing, such as the end of a turn, is no part of it.
+        writes_something = decode(token_ids[token : token + 1].tolist()) != ""
+        return writes_something and decode(token_ids[: token + 1].tolist()) == text[:end]
+
     found = bisect.bisect_left(range(len(token_ids)), True, key=has_them)
-    return min(found, len(token_ids) - 1)
+    token = min(found, len(token_ids) - 1)
+    if text[:end].endswith(_NO_CHARACTER):
+        while token + 1 < len(token_ids) and has_same_text(token + 1):
+            token += 1
+    return token
 
 
 def record_completions(

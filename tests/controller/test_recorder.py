@@ -53,6 +53,25 @@ def test_a_character_of_several_tokens_ends_at_its_last(text):
         assert token_at(ids, end, decode_bytes) == whole - 1
 
 
+@pytest.mark.parametrize(
+    ("text", "end", "token"),
+    [
+        ("ab 漢".encode()[:-1], 4, 4),  # cut behind its second byte of three
+        ("ab 漢".encode()[:-1], 3, 2),
+        ("ab 😀".encode()[:-1] + b"\0", 4, 5),  # then a token without text
+        ("漢".encode()[:2] + "漢a".encode(), 1, 1),  # a whole one behind it
+        ("a\ufffdb".encode(), 2, 3),  # the character that stands for others, as itself
+        (b"\xe6\xe6", 1, 0),
+    ],
+)
+def test_a_cut_character_ends_at_its_last_token(text, end, token):
+    def decode_some(ids) -> str:
+        return decode_bytes(identity for identity in ids if identity)
+
+    ids = np.frombuffer(text, np.uint8)
+    assert token_at(ids, end, decode_some) == token
+
+
 def scored(name, completions, steps=(), replica=0):
     group = RolloutGroup(Prompt(name, "d", "", (1,), ""), completions, replica)
     rewards = np.arange(len(completions), dtype=float)
