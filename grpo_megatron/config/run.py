@@ -108,7 +108,8 @@ class DomainConfig(Strict):
     rewards: tuple[RewardConfig, ...] = ()
     """Reward components; the reward is their weighted sum. At least one, but for preferences."""
     reward_clip: float | None = Field(None, gt=0)
-    """Clip the weighted sum to ±reward_clip; default: not at all."""
+    """Clip the weighted sum to ±reward_clip; default: not at all. Refused where steps or
+    components are trained (`objective.advantage`)."""
     accuracy: str | None = None
     """Reward component that says whether a completion is correct; default: the first."""
     accuracy_threshold: float = 1.0

@@ -211,6 +211,8 @@ BROKEN = [
     ("updates_per_rollout", ["batch.num_prompts=4", "batch.updates_per_rollout=5"]),
     ("completion_length", ["rollout.max_new_tokens=64"]),
     ("length_budget", ["domains.0.max_new_tokens=7"]),
+    ("reward_clip", ["objective.preset=deepseekmath_process", "domains.0.reward_clip=2"]),
+    ("reward_clip", ["objective.preset=mo_grpo", "domains.0.reward_clip=2"]),
     ("accuracy_component", ["domains.0.accuracy=exact_matc"]),
     ("accuracy_component", ["domains.0.accuracy=zzz"]),
     ("zero_variance_resample", ["sampling.zero_variance=resample"]),
@@ -619,6 +621,15 @@ def test_a_rule_set_fills_in_names_and_values():
             "batch.num_samples_per_prompt=1",
         ],
         ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
+        ["objective.preset=grpo", "domains.0.reward_clip=2"],
+        # nothing is trained of rewards, and the sum is what is told
+        [
+            "kind=eval",
+            "num_steps=0",
+            "cold_start=null",
+            "objective.preset=deepseekmath_process",
+            "domains.0.reward_clip=2",
+        ],
         ["allocation={max_samples_per_prompt=8}", "sampling.dynamic=true", "correction={}"],
         [*SEEDED, "batch.max_staleness=1", "allocation.samples_per_round=1"],
         # without engines nobody asks how wide one would be
@@ -638,6 +649,17 @@ def test_a_domain_without_a_name_is_asked_for_one():
     assert found.nearest == ("domain0",) and found.remedy.startswith("give it a name")
     [found] = check_rules(unchecked_config('domains.0.name=" a"'))
     assert found.nearest == ("a",) and found.remedy.startswith("leave out")
+
+
+def test_a_clip_of_rewards_that_are_trained_apart_is_told_with_its_domain():
+    clipped = ["objective.preset=deepseekmath_process", "domains.0.reward_clip=2"]
+    [found] = check_rules(unchecked_config(*clipped))
+    assert found.key == "domains.0.reward_clip"
+    assert (
+        found.message
+        == "advantage process trains rewards of steps, which reward_clip does not bound"
+    )
+    assert found.remedy == "remove it, and clip in the reward functions"
 
 
 def test_a_reward_named_with_a_dot_is_told_with_a_colon():

@@ -23,6 +23,8 @@ _OF_CHAT_TEMPLATE = (
     "question_template",
     "assistant_prefix",
 )
+_TRAINED_APART = {"process": "rewards of steps", "components": "every component by itself"}
+"""What advantages train that take no sum of rewards."""
 _FIELD_OF_SOURCE = {"reasoning_gym": "dataset", "file": "path", "run": "path", "shapes": None}
 
 
@@ -245,6 +247,22 @@ def rewards_are_named(run: RunConfig, domain: DomainConfig, index: int) -> list[
             )
             found.append(violation)
     return found
+
+
+@DOMAIN_RULES.rule("reward_clip")
+def what_is_trained_is_clipped(
+    run: RunConfig, domain: DomainConfig, index: int
+) -> Violation | None:
+    """Refuse a clip of the sum of rewards where their parts are trained, which nothing clips."""
+    parts = _TRAINED_APART.get(run.objective.advantage)
+    if run.kind != "rl" or domain.reward_clip is None or parts is None:
+        return None
+    return Violation(
+        f"domains.{index}.reward_clip",
+        f"advantage {run.objective.advantage} trains {parts}, which reward_clip does not bound",
+        remedy="remove it, and clip in the reward functions",
+        related=("objective.advantage",),
+    )
 
 
 @DOMAIN_RULES.rule("accuracy_component")
