@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_megatron.rewards.registry import needs
@@ -231,6 +232,21 @@ def text_and_answer(text: str, expected: str) -> list[str]:
 
 def answer_named(text: str, *, answer: str) -> list[str]:
     return [text, answer]
+
+
+def _decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As decorators are that name what they pass on."""
+
+    @functools.wraps(function)
+    def call(text: str, reference: str) -> Any:
+        return function(text, reference)
+
+    return call
+
+
+@_decorated
+def under_a_decorator(completion: str, answer: str) -> list[str]:
+    return [completion, answer]
 
 
 def answer_before_text(answer: str, text: str) -> list[str]:

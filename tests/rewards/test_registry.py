@@ -147,7 +147,15 @@ def test_a_reward_takes_the_context_that_it_names():
 
 @pytest.mark.parametrize(
     "name",
-    ["swapped", "swapped_by_place", "by_name", "prompt_first", "text_and_answer", "answer_named"],
+    [
+        "swapped",
+        "swapped_by_place",
+        "by_name",
+        "prompt_first",
+        "text_and_answer",
+        "answer_named",
+        "under_a_decorator",
+    ],
 )
 def test_texts_reach_the_parameters_that_have_their_names(name):
     """Wherever they stand; without names the first is the completion, the second the answer."""
