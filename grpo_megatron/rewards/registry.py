@@ -37,8 +37,10 @@ class BoundReward:
 
     @property
     def is_async(self) -> bool:
-        """Whether calls are coroutines, which a process runs several of at a time."""
-        return inspect.iscoroutinefunction(self.function)
+        """Whether calls are known to be coroutines, which a process runs several of at a time. What
+        a plain function returns may be one too: that is awaited before the next call begins."""
+        of_object = type(self.function).__call__
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(of_object)
 
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
         """Return what the function returns, for `to_float`; `context`: by name in `CONTEXT`. The

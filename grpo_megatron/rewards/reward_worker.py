@@ -4,6 +4,7 @@ It reads chunks of calls (pickles) from the socket, says that it has one, and an
 with a line: plain ones in order, coroutines as they end. It ends with the input, or its parent."""
 
 import asyncio
+import inspect
 import json
 import operator
 import pickle
@@ -12,7 +13,7 @@ import socket
 import sys
 import traceback
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,7 +69,8 @@ def main() -> None:
                 loop.run(_await_all(ready, tell, **limits))
             else:
                 for index, one in enumerate(ready):
-                    tell((index, _outcome(one.begin, one.num_characters)))
+                    ended = partial(_ended, one.begin, loop)
+                    tell((index, _outcome(ended, one.num_characters)))
 
 
 def _read(call: Call) -> tuple[str, str, Mapping[str, Any]]:
@@ -89,6 +91,19 @@ def _called(reward: BoundReward, completion: str, answer: str, context: Mapping[
     if "metadata" in context:
         context = {**context, "metadata": pickle.loads(context["metadata"])}
     return reward(completion, answer, context)
+
+
+def _ended(begin: Callable[[], Any], loop: asyncio.Runner) -> Any:
+    """Return what a plain call returns, or what that comes to where it is to be awaited: a
+    decorator hides an `async def`."""
+    value = begin()
+    if inspect.isawaitable(value):
+        return loop.run(_result_of(value))
+    return value
+
+
+async def _result_of(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 async def _await_all(

@@ -163,6 +163,50 @@ async def _block() -> None:
         pass
 
 
+def _plain(function: Any) -> Any:
+    def call(*texts: str) -> Any:
+        return function(*texts)
+
+    return call
+
+
+def _named(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*texts: str) -> Any:
+        return function(*texts)
+
+    return call
+
+
+def _with_a_loop_of_its_own(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*texts: str) -> Any:
+        return asyncio.run(function(*texts))
+
+    return call
+
+
+class _Callable:
+    async def __call__(self, completion: str, answer: str) -> Any:
+        return await coroutine(completion, answer)
+
+
+hidden_coroutine = _plain(coroutine)
+wrapped_coroutine = _named(coroutine)
+ended_coroutine = _with_a_loop_of_its_own(coroutine)
+callable_coroutine = _Callable()
+
+
+def future(completion: str, answer: str) -> Any:
+    """What is to be awaited and no coroutine; without a number where it hangs."""
+
+    class Later:
+        def __await__(self) -> Any:
+            return coroutine(completion, answer).__await__()
+
+    return Later()
+
+
 def process_number(completion: str, answer: str) -> float:
     """Of the process that computes it."""
     return float(os.getpid())

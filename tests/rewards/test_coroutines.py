@@ -61,3 +61,32 @@ def test_plain_and_async_rewards_share_a_chunk():
     np.testing.assert_equal(scored.rewards, [11, math.nan, math.nan, 22])
     metrics = pool.take_metrics()
     assert metrics["reward/d.obey/died"] == metrics["reward/d.coroutine/died"] == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hidden_coroutine", "wrapped_coroutine", "ended_coroutine", "callable_coroutine", "future"],
+)
+@pytest.mark.parametrize(
+    ("order", "cause", "killed"),
+    [("sleep", "timed_out", None), ("raise", "raised", False), ("exit", "died", True)],
+)
+def test_what_is_to_be_awaited_is_awaited_whatever_hides_it(name, order, cause, killed):
+    [scored], pool = score(
+        [domain(f"{HOSTILE}:{name}")],
+        [group(["1", order, "2", "None"])],
+        timeout_s=2.0 if cause == "timed_out" else 60,
+    )
+    np.testing.assert_equal(scored.rewards, [1, math.nan, 2, math.nan])
+    metrics = pool.take_metrics()
+    assert metrics[f"reward/d.{name}/{cause}"] == 1
+    if killed is not None:
+        assert (metrics["reward/pool/restarts"] > 0) == killed
+
+
+def test_an_object_whose_call_is_async_runs_beside_others():
+    texts = ["most at a time"] * 5
+    [scored], _ = score(
+        [domain(f"{HOSTILE}:callable_coroutine")], [group(texts)], timeout_s=60, concurrency=5
+    )
+    assert scored.rewards.tolist() == [5] * 5
