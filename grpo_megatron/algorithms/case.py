@@ -403,10 +403,21 @@ def _rewards(given: _Document, size: int) -> tuple[Tensor, dict[str, Tensor], di
         return _double(given.rewards), components, weights
     if not components and given.advantages is None:
         raise ValueError("rewards is missing", "give rewards, components or advantages")
-    rewards = torch.zeros(size).double()
-    for name in components:
-        rewards = rewards + torch.nan_to_num(components[name]) * weights[name]
-    return rewards, components, weights
+    if not components:
+        return torch.zeros(size).double(), components, weights
+    return _weighted_sum(components, weights), components, weights
+
+
+def _weighted_sum(components: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the sums of components as `rewards.pool.weighted_sum` has them: NaN where all are NaN
+    that weigh something, or all, where none does. Components, weights and sums: float64 [N]."""
+    counted = [name for name in components if bool((weights[name] != 0).any())]
+    if not counted:
+        counted = list(components)
+    values = torch.stack([components[name] for name in counted])
+    of_values = torch.stack([weights[name] for name in counted])
+    total = (torch.nan_to_num(values) * of_values).sum(0)
+    return total.masked_fill(torch.isnan(values).all(0), math.nan)
 
 
 def _labels(
