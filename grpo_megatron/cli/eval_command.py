@@ -11,6 +11,7 @@ import typer
 from grpo_megatron.checkpoints.fitting import adapter_domains
 from grpo_megatron.checkpoints.retention import UNFINISHED
 from grpo_megatron.cli.run_commands import InJob, Overrides, Recipe, flag, runs_beside
+from grpo_megatron.config.evaluated_share import UNSCORABLE, share_of
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.rundir import RunDir
@@ -185,26 +186,43 @@ def evaluation_settings(recipe: str, checkpoint: Path) -> list[str]:
 
 def table(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A line for each domain: greedy accuracy with its 95 % interval; and, where answers were
-    sampled, pass@n and majority@n of the largest n."""
+    sampled, pass@n and majority@n of the largest n; with what could not be scored."""
     lines = []
     width = max(len(domain) for domain in results)
     for domain, values in results.items():
         line = f"{domain:<{width}}  {values['prompts']:>6.0f} prompts"
-        if "accuracy" in values:
-            line += f"  accuracy {values['accuracy']:.3f}"
-        if "accuracy_low" in values:
-            line += f" ({values['accuracy_low']:.3f} to {values['accuracy_high']:.3f})"
-        sizes = [
-            int(name.removeprefix("pass_at_"))
-            for name in values
-            if name.removeprefix("pass_at_").isdigit()
-        ]
-        if sizes:
-            most = max(sizes)
-            line += f"  pass@{most} {values[f'pass_at_{most}']:.3f}"
-            line += f"  majority@{most} {values[f'majority_at_{most}']:.3f}"
+        if values["prompts"]:
+            line += f"  accuracy {_told_share(values, 'accuracy', has_interval=True)}"
+        most = _most_samples(values)
+        if most:
+            line += f"  pass@{most} {_told_share(values, f'pass_at_{most}')}"
+            line += f"  majority@{most} {_told_share(values, f'majority_at_{most}')}"
         lines.append(line)
     return lines
+
+
+def _told_share(values: Mapping[str, float], name: str, *, has_interval: bool = False) -> str:
+    """Return a share in words, with what could not be scored. has_interval: whether its interval is
+    told too, where it has one."""
+    share = share_of(values, name)
+    low = values.get(f"{name}_low")
+    if not has_interval or low is None:
+        return str(share)
+    notes = [f"{low:.3f} to {values[f'{name}_high']:.3f}"]
+    if share.num_unscorable:
+        notes.append(share.unscorable_words)
+    return f"{share.value:.3f} ({'; '.join(notes)})"
+
+
+def _most_samples(values: Mapping[str, float]) -> int:
+    """Return the largest n of which there is a pass@n, or a count of what it could not be said of;
+    0 where no answers were sampled."""
+    sizes = [0]
+    for name in values:
+        size = name.removeprefix("pass_at_").removesuffix(UNSCORABLE)
+        if size.isdigit():
+            sizes.append(int(size))
+    return max(sizes)
 
 
 def _name_of(checkpoint: Path) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from grpo_megatron.config.evaluated_share import UNSCORABLE, EvaluatedShare, share_of
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError, raised_as
@@ -46,6 +47,9 @@ class Gate:
     def check(self, result: Mapping[str, Any]) -> str | None:
         """Return what was seen instead; None where the gate is open."""
         if self.against is None:
+            share = _share(result, self.name)
+            if share is not None and not share.is_reliable:
+                return str(share)
             value = _value(result, self.name)
             if isinstance(value, str):
                 return value
@@ -62,8 +66,12 @@ class Gate:
             if domain not in after:
                 seen.append(f"{domain} was not evaluated")
                 continue
-            earlier = before[domain].get("accuracy", math.nan)
-            drop = earlier - after[domain].get("accuracy", math.nan)
+            earlier = share_of(before[domain], "accuracy")
+            now = share_of(after[domain], "accuracy")
+            if not (earlier.is_reliable and now.is_reliable):
+                seen.append(f"{domain} is {now}, was {earlier}")
+                continue
+            drop = earlier.value - now.value
             if not drop <= self.limit:  # NaN neither
                 seen.append(f"{domain} drops {drop:.4g}")
         return ", ".join(seen) or None
@@ -106,6 +114,8 @@ def result_names(run: RunConfig) -> list[str]:
         sizes = {num_samples} | {2**power for power in range(num_samples.bit_length())}
         for k in sorted(sizes - {0}):
             shares += [f"{name}{k}" for name in _SAMPLED]
+        for share in shares:
+            others.append(share + UNSCORABLE)
     elif run.preferences.rows == "steps":
         others += ["steps", "loss", "first_error"]
     else:
@@ -150,7 +160,8 @@ def _is_of_samples(name: str) -> bool:
 def _refuse_beyond_shares(gate: Gate) -> None:
     """ConfigError where an accuracy would have to lie outside of 0 to 1."""
     metric = gate.name.rpartition(".")[2]
-    if gate.against is None and not metric.startswith(_SHARES):
+    is_share = metric.startswith(_SHARES) and not metric.endswith(UNSCORABLE)
+    if gate.against is None and not is_share:
         return
     is_beyond = not 0 <= gate.limit <= 1
     is_never = (gate.compare, gate.limit) in ((">", 1), ("<", 0))
@@ -258,6 +269,18 @@ def _damage_of(result: object) -> str:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _share(result: Mapping[str, Any], name: str) -> EvaluatedShare | None:
+    """Return the share that a dotted name or its bound (`_low`, `_high`) is of; None where it is no
+    value of an evaluation."""
+    parts = name.split(".")
+    if len(parts) != 3 or parts[0] != "eval":
+        return None
+    values = result.get("eval", {}).get(parts[1])
+    if values is None:
+        return None
+    return share_of(values, parts[2].removesuffix("_low").removesuffix("_high"))
 
 
 def _value(result: Mapping[str, Any], name: str) -> float | str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_megatron.batching.image_folder import ImageFolder
 from grpo_megatron.checkpoints.retention import prune
+from grpo_megatron.config.evaluated_share import EvaluatedShare
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
 from grpo_megatron.controller.demonstrations import Demonstrations, demonstrated
 from grpo_megatron.controller.display import Phases, show
@@ -107,10 +108,10 @@ class ColdStart:
 
     async def _run(self, demonstrations: Demonstrations) -> bool:
         await self._trainer.call(ResetOptimizer(cold_start=True))
-        accuracy = 0.0
+        accuracy = EvaluatedShare(0.0, len(self._validation))
         if await self._restore():
             accuracy = await self._published_accuracy()
-        while accuracy < self._settings.target_accuracy:
+        while not self._reaches_target(accuracy):
             if await self._stopped():
                 return False
             self._require_steps_left(accuracy)
@@ -123,10 +124,10 @@ class ColdStart:
             show(
                 "message",
                 text=f"cold start: step {self._steps}, nll {self._nll:.3f}, "
-                f"validation accuracy {accuracy:.3f}",
+                f"validation accuracy {accuracy}",
             )
         await self._trainer.call(ResetOptimizer(cold_start=False))
-        self._event("cold_start_done", steps=self._steps, accuracy=accuracy)
+        self._event("cold_start_done", steps=self._steps, accuracy=accuracy.value)
         self._phases.take_seconds()  # they are not those of the first RL step
         return True
 
@@ -142,20 +143,25 @@ class ColdStart:
             await self._save()
         return True
 
-    def _require_steps_left(self, accuracy: float) -> None:
+    def _reaches_target(self, accuracy: EvaluatedShare) -> bool:
+        """Whether enough prompts could be scored, and enough of them are right; NaN is no target
+        reached."""
+        return accuracy.is_reliable and accuracy.value >= self._settings.target_accuracy
+
+    def _require_steps_left(self, accuracy: EvaluatedShare) -> None:
         if self._steps < self._settings.max_steps:
             return
         raise TrainerError(
-            f"cold start reached accuracy {accuracy:.3f} after {self._steps} steps, the target is "
-            f"{self._settings.target_accuracy}",
+            f"the accuracy after {self._steps} steps of the cold start is {accuracy}; the target "
+            f"is {self._settings.target_accuracy}",
             where="cold_start.max_steps",
             remedy="raise max_steps or lower target_accuracy",
         )
 
-    def _steps_until_evaluation(self, accuracy: float) -> int:
+    def _steps_until_evaluation(self, accuracy: EvaluatedShare) -> int:
         """Return how many steps there are until the next evaluation. Accuracy climbs steeply in the
         end: look often, so that RL starts at about one height."""
-        is_near = accuracy >= self._settings.target_accuracy / 4
+        is_near = accuracy.value >= self._settings.target_accuracy / 4
         interval = self._settings.steps_per_evaluation
         if is_near:
             interval //= 10
@@ -182,7 +188,7 @@ class ColdStart:
         self._steps += num_steps
         self._nll = report.metrics["loss/nll"]
 
-    async def _published_accuracy(self) -> float:
+    async def _published_accuracy(self) -> EvaluatedShare:
         with self._phases.measure("publish"):
             await self._publisher.publish(0)
         with self._phases.measure("rollout"):

@@ -1,4 +1,7 @@
-"""Accuracy of the published weights by domain: greedy, pass@k, majority@k, with intervals."""
+"""Accuracy of the published weights by domain: greedy, pass@k, majority@k, with intervals.
+
+All are shares of the prompts that could be scored. An answer that could not be scored (its reward
+failed, or says so) is neither right nor wrong."""
 
 import math
 from collections import Counter
@@ -7,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from grpo_megatron.config.evaluated_share import UNSCORABLE, EvaluatedShare, share_of
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.rewards.pool import RewardPool
@@ -21,8 +25,8 @@ _Z = 1.959964  # 95 %
 class HeldOutEvaluator(Protocol):
     """Measures accuracy on prompts that are kept out of training."""
 
-    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
-        """Return the accuracy over all `prompts`; NaN without any."""
+    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> EvaluatedShare:
+        """Return the accuracy over all `prompts`."""
 
     async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
         """Return what is measured by domain, and over all prompts as `all`."""
@@ -45,53 +49,67 @@ class Evaluator:
         self._rewards = rewards
         self._judges = judges
 
-    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
+    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> EvaluatedShare:
         """Return the share of prompts whose most likely answer, of the published weights, is
-        correct; NaN without prompts."""
+        correct."""
         results = await self.evaluate(prompts)
-        return results["all"].get("accuracy", math.nan)
+        return share_of(results["all"], "accuracy")
 
     async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
         """Return results by domain, and over all prompts as `all`: `accuracy` (greedy) and, with n
-        samples a prompt, `pass_at_k` and `majority_at_k`, k = 1, 2, 4, …, n; `_low` and `_high`:
-        Wilson's interval."""
+        samples a prompt, `pass_at_k` and `majority_at_k`, k = 1, 2, 4, …, n; `_unscorable`: how
+        many prompts each leaves out, since they could not be scored; `_low` and `_high`, not of
+        `all`, whose domains differ: Wilson's interval. What no prompt could be scored for is left
+        out."""
         if not prompts:
             return {"all": {"prompts": 0.0}}
         await self._judges.resume()
         answers = await self._dispatcher.greedy(prompts, self._max_new_tokens)
-        results = self._by_domain(await self._score(answers), _greedy)
+        results = self._results(await self._score(answers), _greedy)
         if num_samples:
             groups = await self._dispatcher.rollouts(0, prompts, num_samples=num_samples)
-            sampled = self._by_domain(await self._score(groups), _sampled)
+            sampled = self._results(await self._score(groups), _sampled)
             for domain, values in sampled.items():
                 results[domain] |= values
-        results["all"] = over_domains(results, len(prompts))
         return results
 
     async def _score(self, groups: Sequence[RolloutGroup[StoredCompletion]]) -> list[ScoredGroup]:
         # a step may be sampled meanwhile, whose metrics count failures
         return await self._rewards.score(groups, is_counted=False)
 
-    def _by_domain(
+    def _results(
         self,
         scored: Sequence[ScoredGroup],
         measure: Callable[[ScoredGroup, GroupFilter], Mapping[str, float]],
     ) -> Results:
-        """Return means of what is measured of each prompt, with their intervals."""
+        """Return means of what is measured of each prompt, by domain with their intervals, and over
+        all prompts as `all`."""
         rows: dict[str, list[Mapping[str, float]]] = {}
+        every_row = []
         for group in scored:
-            rows.setdefault(group.group.prompt.domain, []).append(measure(group, self._filter))
+            row = measure(group, self._filter)
+            rows.setdefault(group.group.prompt.domain, []).append(row)
+            every_row.append(row)
         results: Results = {}
-        for domain, of_prompts in rows.items():
-            found = {"prompts": float(len(of_prompts))}
-            for name in of_prompts[0]:
-                mean = float(np.mean([row[name] for row in of_prompts]))
-                low, high = wilson(mean, len(of_prompts))
-                found[name] = mean
-                found[f"{name}_low"] = low
-                found[f"{name}_high"] = high
-            results[domain] = found
+        for domain, of_domain in rows.items():
+            results[domain] = _means(of_domain, has_intervals=True)
+        results["all"] = _means(every_row, has_intervals=False)
         return results
+
+
+def _means(rows: Sequence[Mapping[str, float]], *, has_intervals: bool) -> dict[str, float]:
+    """Return the means of what is measured of prompts (see `Evaluator.evaluate`). rows: of each
+    prompt, the same names; NaN: it could not be scored."""
+    found = {"prompts": float(len(rows))}
+    for name in rows[0]:
+        known = [row[name] for row in rows if not math.isnan(row[name])]
+        if known:
+            mean = float(np.mean(known))
+            found[name] = mean
+            if has_intervals:
+                found[f"{name}_low"], found[f"{name}_high"] = wilson(mean, len(known))
+        found[name + UNSCORABLE] = float(len(rows) - len(known))
+    return found
 
 
 def over_domains(results: Results, num_prompts: int) -> dict[str, float]:
@@ -111,20 +129,40 @@ def over_domains(results: Results, num_prompts: int) -> dict[str, float]:
 
 
 def _greedy(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
-    return {"accuracy": float(selection.correct(group)[0] == 1)}
+    """Return whether the answer is right; NaN where it could not be scored."""
+    return {"accuracy": float(selection.correct(group)[0])}
 
 
 def _sampled(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
-    correct = selection.correct(group) == 1
+    """Return pass@k and majority@k of a prompt by its n samples, k = 1, 2, 4, …, n; NaN where they
+    could not be scored.
+
+    pass@k is that of the samples that could be scored, and needs k of them. All of the first k
+    vote: an answer needs no score for that. It is right or wrong as the first of its samples that
+    could be scored."""
+    correct = selection.correct(group)
     answers = selection.answers(group)
     total = len(correct)
+    num_scored = int(np.isfinite(correct).sum())
+    num_correct = int((correct == 1).sum())
     sizes = {2**power for power in range(total.bit_length())} | {total}
     found = {}
     for k in sorted(sizes):
-        found[f"pass_at_{k}"] = pass_at_k(total, int(correct.sum()), k)
+        found[f"pass_at_{k}"] = math.nan
+        if num_scored >= k:
+            found[f"pass_at_{k}"] = pass_at_k(num_scored, num_correct, k)
         winner = Counter(answers[:k]).most_common(1)[0][0]
-        found[f"majority_at_{k}"] = float(correct[answers.index(winner)])
+        of_winner = [correct[i] for i in range(k) if answers[i] == winner]
+        found[f"majority_at_{k}"] = _first_known(of_winner)
     return found
+
+
+def _first_known(values: Sequence[float]) -> float:
+    """Return the first value that is not NaN; NaN where all are."""
+    for value in values:
+        if not math.isnan(value):
+            return float(value)
+    return math.nan
 
 
 def pass_at_k(total: int, correct: int, k: int) -> float:

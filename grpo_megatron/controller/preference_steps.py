@@ -24,6 +24,7 @@ from grpo_megatron.algorithms.preferences import (
 )
 from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
 from grpo_megatron.batching.spool import store_groups
+from grpo_megatron.config.evaluated_share import EvaluatedShare, share_of
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import show, show_phase
 from grpo_megatron.controller.evaluation import Results, over_domains, wilson
@@ -415,10 +416,10 @@ class PreferenceEvaluator:
         self._reference = reference
         self._scorer = scorer
 
-    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
+    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> EvaluatedShare:
         """Return the accuracy over all prompts; NaN without any."""
         results = await self.evaluate(prompts)
-        return results["all"].get("accuracy", math.nan)
+        return share_of(results["all"], "accuracy")
 
     async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
         """Return results by domain, and over all prompts as `all`: `accuracy`, `loss` and, of

@@ -9,6 +9,7 @@ All that a step trains on is on disk before; what is in the store is never sampl
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
@@ -283,7 +284,7 @@ class RLLoop:
         )
         metrics |= self._alarm_metrics(step, metrics)
         if _is_due(self.config.evaluation.interval, step):
-            metrics["evaluation/accuracy"] = await self._evaluate(step)
+            metrics |= await self._evaluate(step)
         record = self._writer.write(step, metrics)
         self._writer.write_normalisers(report.normalisers)
         self._mirrors.log(record)
@@ -310,13 +311,19 @@ class RLLoop:
                 show("message", text=f"step {step}: {text}")
         return found
 
-    async def _evaluate(self, step: int) -> float:
-        """Return the greedy accuracy of the weights after `step`; its time counts for no step."""
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """Return the greedy accuracy of the weights after `step`, left out where it is not known,
+        and how many prompts could not be scored. Its time counts for no step."""
         began = time.monotonic()
         await self._publisher.ensure_version(step + 1)
         accuracy = await self._evaluator.greedy_accuracy(self._splits.validation)
         self._step_began += time.monotonic() - began
-        return accuracy
+        if not accuracy.is_reliable:
+            show("message", text=f"step {step}: validation accuracy {accuracy}")
+        metrics = {"evaluation/unscorable": float(accuracy.num_unscorable)}
+        if not math.isnan(accuracy.value):
+            metrics["evaluation/accuracy"] = accuracy.value
+        return metrics
 
     def _metrics(self, recorded: RecordedStep, report: TrainReport) -> dict[str, Any]:
         """Return what was sampled, trained and measured, and the seconds of the step's phases."""

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
+from grpo_megatron.config.evaluated_share import EvaluatedShare, share_of
 from grpo_megatron.config.experience import ExperienceConfig
 from grpo_megatron.config.gates import closed_gates
 from grpo_megatron.config.history import record_settings
@@ -192,12 +193,19 @@ class Run:
             if not has_ended:
                 return None
         await resources.trainer.call(SnapshotReference())
-        before = float("nan")
+        before = EvaluatedShare(math.nan, 0)
         if self.config.takes_steps:
             before = await self._accuracy_before()
+        state = RunState(
+            0,
+            0,
+            {},
+            before.value,
+            self.clock.seconds,
+            heldout_before_unscorable=before.num_unscorable,
+        )
         if cold_start is None:
-            return RunState(0, 0, {}, before, self.clock.seconds)
-        state = RunState(0, 0, {}, before, self.clock.seconds)
+            return state
         directory = self.run_dir.step_checkpoint(0)  # not to be repeated by a resume
         await resources.trainer.call(SaveCheckpoint(directory=directory, state=asdict(state)))
         cold_start.forget()
@@ -220,13 +228,13 @@ class Run:
             stopping=self.stopping,
         )
 
-    async def _accuracy_before(self) -> float:
+    async def _accuracy_before(self) -> EvaluatedShare:
         prompts = self.resources.splits.heldout
         if not prompts:
-            return math.nan
+            return EvaluatedShare(math.nan, 0)
         show("message", text=f"answering {len(prompts)} held-out prompts, before training")
         accuracy = await self.evaluator.greedy_accuracy(prompts)
-        show("message", text=f"held-out accuracy before training {accuracy:.3f}")
+        show("message", text=f"held-out accuracy before training {accuracy}")
         return accuracy
 
     # --- training
@@ -359,13 +367,20 @@ class Run:
             "dataset": num_samples,
             "seconds": seconds,
             "before": before,
+            "before_unscorable": state.heldout_before_unscorable,
             "steps": state.step,
             "accelerator_hours": self.config.num_devices * seconds / 3600,
         }
         write_atomically(self.run_dir.result, json.dumps(result, indent=1))
         self._check_gates(result)
-        after = evaluation["all"].get("accuracy")
-        append_event(self.run_dir.events, "finished", before=before, after=after, seconds=seconds)
+        after = share_of(evaluation["all"], "accuracy")
+        append_event(
+            self.run_dir.events,
+            "finished",
+            before=before,
+            after=evaluation["all"].get("accuracy"),
+            seconds=seconds,
+        )
         show("result", text=f"{_told_accuracy(before, after)} in {seconds:.0f} s")
 
     def _check_gates(self, result: dict[str, Any]) -> None:
@@ -381,13 +396,18 @@ class Run:
         show("message", text=f"stopped {when}; {self.run_dir.command('resume')}")
 
 
-def _told_accuracy(before: float | None, after: float | None) -> str:
+def _told_accuracy(before: float | None, after: EvaluatedShare) -> str:
     """What the last line of a run says of its accuracy; None: not measured."""
-    if after is None:
+    told = "unknown"
+    if not math.isnan(after.value):
+        told = f"{after.value:.2f}"
+    elif not after.num_prompts:
         return "nothing was held out; finished"
+    if after.num_unscorable:
+        told += f" ({after.unscorable_words})"
     if before is None:
-        return f"held-out accuracy {after:.2f}"
-    return f"held-out accuracy before {before:.2f} after {after:.2f}"
+        return f"held-out accuracy {told}"
+    return f"held-out accuracy before {before:.2f} after {told}"
 
 
 def make_rl_loop(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from grpo_megatron.algorithms.preferences import step_losses
+from grpo_megatron.config.evaluated_share import EvaluatedShare, share_of
 from grpo_megatron.controller.evaluation import Results, wilson
 from grpo_megatron.controller.preference_steps import AnswerScorer, Logits, results_by_domain
 from grpo_megatron.data.preferences import Preference, Preferences
@@ -20,10 +21,10 @@ class StepEvaluator:
         self._preferences = preferences
         self._scorer = scorer
 
-    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
+    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> EvaluatedShare:
         """Return the share of steps that are judged as labelled; NaN without any prompts."""
         results = await self.evaluate(prompts)
-        return results["all"].get("accuracy", math.nan)
+        return share_of(results["all"], "accuracy")
 
     async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
         """Return results by domain, and over all prompts as `all`: `accuracy` and `loss` of steps,

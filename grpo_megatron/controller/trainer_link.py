@@ -30,6 +30,7 @@ class RunState:
     seconds: float  # wall time of the run so far, over all attempts
     objective: dict[str, Any] = field(default_factory=dict)  # see `Objective.state`
     bound: int = 0  # steps that rollouts may run ahead; 0: as the recipe says
+    heldout_before_unscorable: int = 0  # prompts that `heldout_before` leaves out
 
 
 class TrainerLink:

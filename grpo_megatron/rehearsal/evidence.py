@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.evaluated_share import EvaluatedShare, share_of
 from grpo_megatron.config.loader import ResolvedConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch import slurm
@@ -78,12 +79,16 @@ def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Findin
             Finding("verified samples became a data set", num_rows > 0, f"{num_rows} rows")
         )
     result = json.loads(run_dir.result.read_text(encoding="utf-8"))
-    accuracy = result.get("eval", {}).get("all", {}).get("accuracy")
-    if accuracy is not None:
-        findings.append(
-            Finding("held-out prompts were evaluated", True, f"accuracy {accuracy:.2f}")
-        )
+    accuracy = share_of(result.get("eval", {}).get("all", {}), "accuracy")
+    if accuracy.num_prompts:
+        findings.append(_evaluated(accuracy))
     return findings
+
+
+def _evaluated(accuracy: EvaluatedShare) -> Finding:
+    """Whether held-out prompts could be scored."""
+    is_known = not math.isnan(accuracy.value)
+    return Finding("held-out prompts were evaluated", is_known, f"accuracy {accuracy}")
 
 
 def _learned_lessons(

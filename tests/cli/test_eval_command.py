@@ -163,6 +163,33 @@ def test_a_line_for_each_domain():
     ]
 
 
+def test_a_line_tells_what_could_not_be_scored():
+    results = {
+        "sums": {
+            "prompts": 8.0,
+            "accuracy": 1.0,
+            "accuracy_low": 0.5101,
+            "accuracy_high": 1.0,
+            "accuracy_unscorable": 4.0,
+            "pass_at_2": 1.0,
+            "pass_at_2_unscorable": 5.0,
+            "majority_at_2": 0.5,
+            "majority_at_2_unscorable": 0.0,
+            "pass_at_4_unscorable": 8.0,
+            "majority_at_4_unscorable": 8.0,
+        },
+        "poems": {"prompts": 2.0, "accuracy_unscorable": 2.0},
+        "all": {"prompts": 10.0, "accuracy": 1.0, "accuracy_unscorable": 6.0},
+    }
+    assert table(results) == [
+        "sums        8 prompts  accuracy 1.000 (0.510 to 1.000; 4 of 8 prompts could not be scored)"
+        "  pass@4 unknown (unreliable: 8 of 8 prompts could not be scored)"
+        "  majority@4 unknown (unreliable: 8 of 8 prompts could not be scored)",
+        "poems       2 prompts  accuracy unknown (unreliable: 2 of 2 prompts could not be scored)",
+        "all        10 prompts  accuracy 1.000 (unreliable: 6 of 10 prompts could not be scored)",
+    ]
+
+
 def test_of_adapters_by_domain_one_domain_is_evaluated(tmp_path):
     run = tmp_path / "experts"
     make_run(run)

@@ -15,6 +15,7 @@ import numpy as np
 
 from grpo_megatron.batching.spool import StoredShard, store_groups
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.evaluated_share import EvaluatedShare
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import Phases
 from grpo_megatron.controller.resources import Resources
@@ -256,8 +257,8 @@ class Loop:
         self.holds_requests = True
         self.weights_came.clear()
 
-    async def greedy_accuracy(self, prompts) -> float:
-        return 0.5
+    async def greedy_accuracy(self, prompts) -> EvaluatedShare:
+        return EvaluatedShare(0.5, 8)
 
     async def check_logprobs(self, prompts) -> dict[str, float]:
         self.checked.append(self.version)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from grpo_megatron.config.evaluated_share import EvaluatedShare
 from grpo_megatron.controller import rl_loop
 from grpo_megatron.controller.recorder import steps_in
 from grpo_megatron.errors import EngineError, MismatchError
@@ -401,10 +403,10 @@ def test_an_evaluation_is_no_part_of_the_next_step(tmp_path, monkeypatch):
     evaluations_s = 0.0
     passed = []
 
-    async def evaluate(prompts) -> float:
+    async def evaluate(prompts) -> EvaluatedShare:
         nonlocal evaluations_s
         evaluations_s += 1e6
-        return 0.5
+        return EvaluatedShare(0.5, 8)
 
     def shares(seconds, step_s, roles) -> dict:
         passed.append(step_s)
@@ -418,3 +420,29 @@ def test_an_evaluation_is_no_part_of_the_next_step(tmp_path, monkeypatch):
     loop.run()
     assert evaluations_s == 3e6
     assert len(passed) == 6 and max(passed) < 100
+
+
+def test_metrics_have_what_an_evaluation_could_not_score(tmp_path, monkeypatch):
+    results = [EvaluatedShare(0.5, 8, 2), EvaluatedShare(1.0, 8, 7), EvaluatedShare(math.nan, 8, 8)]
+    told = []
+
+    async def evaluate(prompts) -> EvaluatedShare:
+        return results.pop(0)
+
+    def show(kind, *, text="", **_) -> None:
+        if kind == "message":
+            told.append(text)
+
+    monkeypatch.setattr(rl_loop, "show", show)
+    loop = make(tmp_path, evaluation={"interval": 2})
+    loop.greedy_accuracy = evaluate
+    loop.run()
+    evaluated = [record for record in loop.metrics() if "evaluation/unscorable" in record]
+    assert [record["step"] for record in evaluated] == [1, 3, 5]
+    assert [record["evaluation/unscorable"] for record in evaluated] == [2, 7, 8]
+    assert [record.get("evaluation/accuracy") for record in evaluated] == [0.5, 1.0, None]
+    assert "evaluation/accuracy" not in evaluated[-1]
+    assert [text for text in told if "scored" in text] == [
+        "step 3: validation accuracy 1.000 (unreliable: 7 of 8 prompts could not be scored)",
+        "step 5: validation accuracy unknown (unreliable: 8 of 8 prompts could not be scored)",
+    ]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_megatron.config.evaluated_share import EvaluatedShare
 from grpo_megatron.controller import run as run_module
 from grpo_megatron.controller.run import Run
 from grpo_megatron.controller.run_clock import RunClock, seconds_at_end
@@ -81,6 +82,17 @@ def test_an_end_after_the_checkpoint_counts(run_dir, monkeypatch, name):
         (0.3, {"accuracy": 0.5}, "held-out accuracy before 0.30 after 0.50 in 7 s"),
         (math.nan, {}, "nothing was held out; finished in 7 s"),
         (math.nan, {"accuracy": 0.5}, "held-out accuracy 0.50 in 7 s"),
+        (
+            0.3,
+            {"prompts": 8.0, "accuracy": 0.5, "accuracy_unscorable": 2.0},
+            "held-out accuracy before 0.30 after 0.50 (2 of 8 prompts could not be scored) in 7 s",
+        ),
+        (
+            0.3,
+            {"prompts": 8.0, "accuracy_unscorable": 8.0},
+            "held-out accuracy before 0.30 after unknown "
+            "(unreliable: 8 of 8 prompts could not be scored) in 7 s",
+        ),
     ],
 )
 def test_an_end_tells_what_was_measured(run_dir, monkeypatch, before, results, told):
@@ -92,6 +104,27 @@ def test_an_end_tells_what_was_measured(run_dir, monkeypatch, before, results, t
     assert shown["result"] == told
     for file in (run_dir.result, run_dir.events):
         assert "NaN" not in file.read_text()
+
+
+def test_the_result_has_what_could_not_be_scored_before(run_dir, monkeypatch):
+    attempt = resumed(run_dir, monkeypatch)
+    told = []
+
+    async def greedy_accuracy(prompts) -> EvaluatedShare:
+        return EvaluatedShare(0.5, 8, 2)
+
+    monkeypatch.setattr(run_module, "show", lambda kind, text: told.append(text))
+    attempt.evaluator = SimpleNamespace(greedy_accuracy=greedy_accuracy)
+    attempt.resources.splits = SimpleNamespace(heldout=[None] * 8)
+    attempt.resources.publisher = Publisher()
+    state = asyncio.run(attempt._begin())
+    assert told[-1] == (
+        "held-out accuracy before training 0.500 (2 of 8 prompts could not be scored)"
+    )
+    state = RunState(**json.loads(json.dumps(asdict(state))))
+    attempt._conclude(state, {"all": {}}, {}, 7.0)
+    result = json.loads(run_dir.result.read_text())
+    assert result["before"] == 0.5 and result["before_unscorable"] == 2
 
 
 def test_the_loop_goes_on_with_the_seconds_of_the_run(run_dir, monkeypatch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.resolve import resolve
-from grpo_megatron.rehearsal.evidence import at_cluster_scale, cold_started, rewarded
+from grpo_megatron.rehearsal.evidence import at_cluster_scale, cold_started, of_run, rewarded
 from grpo_megatron.rehearsal.rehearse import write_site
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
@@ -67,3 +69,27 @@ def test_preferences_fit_without_the_cache_of_an_engine(tmp_path):
         if finding.what == "its memory fits by the plan"
     ]
     assert fits.holds
+
+
+@pytest.mark.parametrize(
+    ("values", "holds", "told"),
+    [
+        ({"prompts": 8.0, "accuracy": 0.5}, True, "accuracy 0.500"),
+        (
+            {"prompts": 8.0, "accuracy": 0.5, "accuracy_unscorable": 2.0},
+            True,
+            "accuracy 0.500 (2 of 8 prompts could not be scored)",
+        ),
+        (
+            {"prompts": 8.0, "accuracy_unscorable": 8.0},
+            False,
+            "accuracy unknown (unreliable: 8 of 8 prompts could not be scored)",
+        ),
+    ],
+)
+def test_held_out_prompts_are_evaluated_where_some_could_be_scored(tmp_path, values, holds, told):
+    run_dir = RunDir(tmp_path)
+    run_dir.result.write_text(json.dumps({"eval": {"all": values}}))
+    config = recipe().model_copy(update={"kind": "eval"})
+    [finding] = of_run(config, run_dir, num_attempts=1)
+    assert (finding.holds, finding.detail) == (holds, told)

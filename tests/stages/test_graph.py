@@ -1084,6 +1084,43 @@ def test_gates_of_a_stage_are_a_list(graph_file):
     assert error.value.remedy == 'write gates = ["steps >= 1"]'
 
 
+def unscorable(count: float, **shares: float) -> dict:
+    """A result of 8 prompts, of which `count` could not be scored."""
+    counts = {f"{name}_unscorable": count for name in ("accuracy", "pass_at_4")}
+    return {"seconds": 1.0, "eval": {"math": {"prompts": 8.0, **shares, **counts}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["eval.math.accuracy >= 0.5", "eval.math.accuracy_low >= 0.1", "eval.math.pass_at_4 >= 0.5"],
+)
+def test_a_gate_on_a_share_of_too_few_prompts_is_closed(text):
+    shares = {"accuracy": 1.0, "accuracy_low": 0.2, "pass_at_4": 1.0}
+    gate = parse_gate(text)
+    assert gate.check(unscorable(0.0, **shares)) is None
+    assert gate.check(unscorable(4.0, **shares)) is None
+    assert "unreliable: 5 of 8 prompts could not be scored" in gate.check(unscorable(5.0, **shares))
+    told = parse_gate("eval.math.accuracy >= 0.5").check(unscorable(8.0))
+    assert told == "unknown (unreliable: 8 of 8 prompts could not be scored)"
+
+
+def test_a_gate_may_ask_how_many_could_not_be_scored():
+    gate = parse_gate("eval.math.accuracy_unscorable <= 6")
+    assert gate.check(unscorable(6.0, accuracy=1.0)) is None
+    assert gate.check(unscorable(7.0, accuracy=1.0)) == "7"
+
+
+def test_a_drop_to_or_from_an_unreliable_accuracy_is_no_open_gate(tmp_path):
+    gate = parse_gate(f"no domain drops more than 1 against {tmp_path}")
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(unscorable(4.0, accuracy=0.5)))
+    assert gate.check(unscorable(4.0, accuracy=0.5)) is None
+    seen = gate.check(unscorable(5.0, accuracy=0.75))
+    assert seen.startswith("math is 0.750 (unreliable: 5 of 8") and "was 0.500 (4 of 8" in seen
+    file.write_text(json.dumps(unscorable(8.0)))
+    assert "was unknown" in gate.check(unscorable(0.0, accuracy=0.5))
+
+
 @pytest.mark.parametrize("text", ["eval.maths.accuracy >= 0.5", "eval.math >= 0.5"])
 def test_a_gate_on_what_is_not_there_is_closed(text):
     seen = parse_gate(text).check(RESULT)

@@ -737,6 +737,31 @@ def test_every_objective_is_in_the_explorer_or_says_what_it_lacks(browser, tmp_p
     assert "opo" in complete
 
 
+def test_the_page_says_what_could_not_be_scored(browser, tmp_path):
+    """One column a share, also where it is not known."""
+    counts = {"accuracy_unscorable": 0.0, "pass_at_2_unscorable": 8.0}
+    shares = {"accuracy": 0.5, "accuracy_low": 0.25, "accuracy_high": 0.75, **counts}
+    evaluation = {
+        "sums": {"prompts": 8.0, **shares},
+        "poems": {"prompts": 8.0, "accuracy_unscorable": 8.0, "pass_at_2": 1.0},
+        "all": {"prompts": 16.0, "accuracy": 0.5, "accuracy_unscorable": 8.0},
+    }
+    run_dir = write_run(tmp_path / "run", 2, result=RESULT | {"eval": evaluation})
+    browser.open(write_report(str(run_dir.root)))
+    rows = browser.run(
+        """const title = [...document.querySelectorAll('h3')].find(
+            one => one.textContent === 'Held-out accuracy');
+        return [...title.parentNode.querySelectorAll('tr')].map(
+            row => [...row.children].map(cell => cell.textContent));"""
+    )
+    assert rows == [
+        ["domain", "prompts", "accuracy", "pass_at_2"],
+        ["sums", "8", "0.5 (0.25 to 0.75)", "– (8 not scored)"],
+        ["poems", "8", "– (8 not scored)", "1"],
+        ["all", "16", "0.5 (8 not scored)", "–"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("objective", "words"),
     [

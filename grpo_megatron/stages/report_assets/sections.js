@@ -97,12 +97,18 @@ function routingOf(run) {
   return el("figure", null, el("div", { class: "head" }, el("h4", null, "Routing by layer"), select), place);
 }
 
-/** Accuracy of the held-out prompts by domain, with 95 % intervals. */
+/** Accuracy of the held-out prompts by domain, with 95 % intervals and what could not be scored. */
 function evaluationOf(run) {
-  const domains = Object.entries(run.result.eval || {}).filter(([, values]) => isNumber(values.accuracy));
+  const domains = Object.entries(run.result.eval || {}).filter(([, values]) => isNumber(values.accuracy) || values.accuracy_unscorable);
   if (!domains.length) return null;
-  const names = [...new Set(domains.flatMap(([, values]) => Object.keys(values)))].filter(name => !/_(low|high)$|^prompts$/.test(name));
-  const cell = (values, name) => show(values[name]) + (isNumber(values[name + "_low"]) ? ` (${show(values[name + "_low"])} to ${show(values[name + "_high"])})` : "");
+  const shares = domains.flatMap(([, values]) => Object.keys(values)).map(name => name.replace(/_(low|high|unscorable)$/, ""));
+  const names = [...new Set(shares)].filter(name => name !== "prompts");
+  const cell = (values, name) => {
+    const notes = [];
+    if (isNumber(values[name + "_low"])) notes.push(`${show(values[name + "_low"])} to ${show(values[name + "_high"])}`);
+    if (values[name + "_unscorable"]) notes.push(`${show(values[name + "_unscorable"])} not scored`);
+    return show(values[name]) + (notes.length ? ` (${notes.join("; ")})` : "");
+  };
   return el("div", null, el("h3", null, "Held-out accuracy"), table(["domain", "prompts", ...names],
     domains.map(([domain, values]) => [domain, show(values.prompts), ...names.map(name => cell(values, name))])));
 }
