@@ -85,6 +85,19 @@ class Gate:
         return replace(self, against=against, text=f"{condition} against {against}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What a value can be at the end of a run: from `least` to `most`.
+
+    Attributes:
+        why_not_more, remedy: What is said where more is asked for."""
+
+    least: float
+    most: float = math.inf
+    why_not_more: str = ""
+    remedy: str = ""
+
+
 def parse_gate(text: str, measured: Collection[str] | None = None) -> Gate:
     """Return the gate that `text` says (see SYNTAX). Raises ConfigError for other text and, with
     `measured`, the dotted names in a run's `result.json`, for a gate that cannot be open: of
@@ -172,28 +185,74 @@ def _refuse_beyond_shares(gate: Gate) -> None:
         )
 
 
-def refuse_beyond_reach(gate: Gate, num_steps: int) -> None:
-    """Raise ConfigError for a gate that cannot be open: it asks for less than 0 seconds, steps or
-    prompts, or for more than the `num_steps` of the run."""
-    if gate.against is not None or gate.name.rpartition(".")[2] not in _NEVER_NEGATIVE:
+def refuse_beyond_reach(gate: Gate, run: RunConfig | None = None) -> None:
+    """Raise ConfigError for a gate that cannot be open: it asks for less than 0 seconds or steps,
+    for more steps than the run has, or for another number of prompts than it evaluates.
+
+    run: None where nothing is trained or evaluated, as by a merge."""
+    if gate.against is not None:
         return
-    is_below = gate.compare in ("<", "<=") and not _COMPARE[gate.compare](0, gate.limit)
+    reach = _reach(gate.name, run)
+    if reach is None:
+        return
+    is_below = gate.compare in ("<", "<=") and not _COMPARE[gate.compare](reach.least, gate.limit)
     if is_below:
         raise ConfigError(
-            f"{gate.text!r} can never be open: {gate.name} is never below 0",
-            remedy="write a limit above 0",
+            f"{gate.text!r} can never be open: {gate.name} is never below {reach.least:g}",
+            remedy=f"write a limit above {reach.least:g}",
         )
-    most = math.inf
-    if gate.name == "steps":
-        most = num_steps
-    is_above = gate.compare in (">", ">=") and not _COMPARE[gate.compare](most, gate.limit)
+    is_above = gate.compare in (">", ">=") and not _COMPARE[gate.compare](reach.most, gate.limit)
     if is_above:
-        remedy = f"write steps >= {num_steps}, or raise num_steps"
-        if num_steps == 0:  # of an evaluation, for example
-            remedy = "leave it out: the run trains nothing"
         raise ConfigError(
-            f"{gate.text!r} can never be open: the run has num_steps = {num_steps}", remedy=remedy
+            f"{gate.text!r} can never be open: {reach.why_not_more}", remedy=reach.remedy
         )
+
+
+def _reach(name: str, run: RunConfig | None) -> _Reach | None:
+    """Return what a value of a run can be; None where nothing bounds it."""
+    if name == "steps":
+        return _reach_of_steps(run)
+    metric = name.rpartition(".")[2]
+    if run is not None and (metric == "prompts" or metric.endswith(UNSCORABLE)):
+        return _reach_of_prompts(name, run)
+    if metric in _NEVER_NEGATIVE:
+        return _Reach(0)
+    return None
+
+
+def _reach_of_steps(run: RunConfig | None) -> _Reach:
+    num_steps = 0
+    if run is not None:
+        num_steps = run.num_steps
+    remedy = f"write steps >= {num_steps}, or raise num_steps"
+    if num_steps == 0:  # of an evaluation, for example
+        remedy = "leave it out: the run trains nothing"
+    return _Reach(0, num_steps, f"the run has num_steps = {num_steps}", remedy)
+
+
+def _reach_of_prompts(name: str, run: RunConfig) -> _Reach:
+    """Return how many prompts there can be in what is measured of `all`, or of a domain, as
+    `make_splits` and `split_by_prompt` hold them out: preferences of equal prompts together, and
+    perhaps more than `num_heldout` for that reason."""
+    num_heldout = run.data.num_heldout
+    num_others = len(run.domains) - 1
+    _, domain, metric = name.split(".")
+    least = num_heldout
+    most = num_heldout
+    if domain != OF_ALL and num_others:
+        least = min(num_heldout, 1)  # a domain without any has no results
+        most = max(num_heldout - num_others, least)
+        if num_heldout <= num_others:  # nobody knows which domains have one
+            most = num_heldout
+    if metric != "prompts":
+        least = 0
+    if run.trains_preferences and num_heldout:
+        return _Reach(least)
+    remedy = f"write {name} >= {most}, or raise data.num_heldout"
+    if not num_heldout:
+        remedy = "set data.num_heldout to the number of prompts to evaluate"
+    why_not_more = f"{name} is at most {most}, of data.num_heldout = {num_heldout}"
+    return _Reach(least, most, why_not_more, remedy)
 
 
 def refuse_absent_runs(texts: Sequence[str]) -> None:

@@ -159,7 +159,7 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
         try:
             gate = parse_gate(text)
             if stage.recipe is None and gate.name in _MEASURED_BY_MERGES:
-                refuse_beyond_reach(gate, num_steps=0)
+                refuse_beyond_reach(gate)
         except ConfigError as error:
             error.where = f"stage {name}, {graph.file.where(('stages', name, 'gates'))}"
             raise

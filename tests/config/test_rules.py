@@ -21,10 +21,11 @@ from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.rules.preferences import PREFERENCE_RULES
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
-from grpo_megatron.config.rules.run import RUN_RULES
+from grpo_megatron.config.rules.run import RUN_RULES, gates_can_be_read
 from grpo_megatron.config.rules.secrets import SECRET_RULES
 from grpo_megatron.config.run import RolloutConfig
 from tests.config.conftest import unchecked_config
+from tests.controller.scored_groups import recipe
 
 LORA = ["lora.rank=4"]
 BY_DOMAIN = [
@@ -374,6 +375,13 @@ BROKEN = [
     ("gate", ['gates=["seconds <= -5"]']),
     ("gate", ['gates=["seconds < 0"]']),
     ("gate", ['gates=["eval.addition.prompts <= -1"]']),
+    ("gate", ["data.num_heldout=8", 'gates=["eval.all.prompts >= 9"]']),
+    ("gate", ["data.num_heldout=8", 'gates=["eval.all.prompts > 8"]']),
+    ("gate", ["data.num_heldout=8", 'gates=["eval.all.prompts <= 7"]']),
+    ("gate", ["data.num_heldout=8", 'gates=["eval.addition.prompts < 8"]']),
+    ("gate", ["data.num_heldout=8", 'gates=["eval.addition.accuracy_unscorable > 8"]']),
+    ("gate", ['gates=["eval.all.accuracy_unscorable < 0"]']),
+    ("gate", ["data.num_heldout=0", 'gates=["eval.all.prompts >= 1"]']),
     ("gate", ["num_steps=2", 'gates=["steps >= 1000"]']),
     ("gate", ["num_steps=2", 'gates=["steps > 2"]']),
     ("gate", ["data.num_heldout=0", 'gates=["eval.addition.accuracy >= 0.5"]']),
@@ -573,6 +581,11 @@ def test_a_rule_set_fills_in_names_and_values():
         ["publish.num_senders=3"],  # of earlier versions: without effect
         ["model.preset=qwen3-8b", "model.path=/x"],
         ["num_steps=2", 'gates=["steps >= 2", "seconds >= 3", "steps < 1", "seconds <= 60"]'],
+        ["data.num_heldout=8", 'gates=["eval.all.prompts >= 8", "eval.addition.prompts <= 8"]'],
+        [
+            "evaluation.num_samples=2",
+            'gates=["eval.all.accuracy_unscorable <= 0", "eval.all.pass_at_2_unscorable < 9"]',
+        ],
         ["placement.gpus_per_node=3"],
         ["placement.gpus_per_node=2", "placement.mode=colocated", "rollout.num_replicas=2"],
         [
@@ -707,6 +720,48 @@ def test_an_argument_of_the_engine_may_have_its_second_name(name):
     rollout = RolloutConfig(engine_arguments=(f"{share}=0.9", name, "0.2"))
     assert rollout.engine_argument(share) == "0.2"
     assert without_option([*rollout.engine_arguments, "--b"], share) == ["--b"]
+
+
+GATES_ON_PROMPTS = [
+    # (domains, held-out prompts, gate, what is said; "": it may be open)
+    (1, 8, "eval.all.prompts >= 1000000", "is at most 8"),
+    (1, 8, "eval.all.prompts < 8", "never below 8"),
+    (1, 8, "eval.d0.prompts <= 8", ""),
+    (3, 8, "eval.d1.prompts >= 6", ""),
+    (3, 8, "eval.d1.prompts >= 7", "is at most 6"),
+    (3, 8, "eval.d1.prompts <= 1", ""),
+    (3, 8, "eval.d1.prompts < 1", "never below 1"),
+    (3, 8, "eval.all.prompts <= 7", "never below 8"),
+    (3, 2, "eval.d1.prompts >= 2", ""),
+    (3, 2, "eval.d1.prompts >= 3", "is at most 2"),
+    (3, 8, "eval.d1.accuracy_unscorable <= 0", ""),
+    (1, 0, "eval.all.prompts >= 1", "is at most 0"),
+    (1, 0, "eval.all.prompts <= 0", ""),
+]
+
+
+@pytest.mark.parametrize(("num_domains", "num_heldout", "gate", "told"), GATES_ON_PROMPTS)
+def test_a_gate_on_more_or_fewer_prompts_than_are_evaluated(num_domains, num_heldout, gate, told):
+    names = [f"d{number}" for number in range(num_domains)]
+    run = recipe(names, data={"num_heldout": num_heldout}, gates=[gate])
+    found = gates_can_be_read(run)
+    assert [told in violation.message for violation in found] == [True] * bool(told)
+    assert all(violation.remedy for violation in found)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "stepwise"])
+def test_preferences_of_equal_prompts_are_evaluated_together_and_may_be_more(loss):
+    kind = "preferences"
+    if loss == "stepwise":
+        kind = "reward_model"
+    settings = {"kind": kind, "preferences": {"loss": loss}, "data": {"num_heldout": 8}}
+    for gate, is_refused in (
+        ("eval.all.prompts >= 12", False),
+        ("eval.d.prompts >= 12", False),
+        ("eval.all.prompts < 8", True),
+    ):
+        run = recipe(("d", "e"), **settings, gates=[gate])
+        assert bool(gates_can_be_read(run)) == is_refused
 
 
 @pytest.mark.parametrize(("num_steps", "raises_steps"), [(0, False), (2, True)])

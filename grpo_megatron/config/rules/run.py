@@ -504,12 +504,12 @@ def rates_decay_downwards(run: RunConfig) -> list[Violation]:
 @RUN_RULES.rule("gate")
 def gates_can_be_read(run: RunConfig) -> list[Violation]:
     """Refuse gates that are no conditions, of values that the run does not measure, or of what
-    they cannot be: shares beyond 0 to 1, more steps than the run has."""
+    they cannot be: shares beyond 0 to 1, more steps or prompts than the run has."""
     names = result_names(run)
     found = []
     for text in run.gates:
         try:
-            refuse_beyond_reach(parse_gate(text, names), run.num_steps)
+            refuse_beyond_reach(parse_gate(text, names), run)
         except GrpoMegatronError as error:
             found.append(Violation("gates", error.message, remedy=error.remedy or ""))
     return found
