@@ -386,11 +386,10 @@ class Run:
     def _check_gates(self, result: dict[str, Any]) -> None:
         closed = closed_gates(self.config.gates, result)
         if closed:
-            raise GateError(
-                "; ".join(closed),
-                where="gates",
-                remedy=f"train more, or lower the gate; the weights are in {self.run_dir.export}",
-            )
+            remedy = f"lower the gate; all figures are in {self.run_dir.result}"
+            if self.config.trains:
+                remedy = f"train more, or lower the gate; the weights are in {self.run_dir.export}"
+            raise GateError("; ".join(closed), where="gates", remedy=remedy)
 
     def _show_stopped(self, when: str) -> None:
         show("message", text=f"stopped {when}; {self.run_dir.command('resume')}")

@@ -16,6 +16,7 @@ from grpo_megatron.controller import run as run_module
 from grpo_megatron.controller.run import Run
 from grpo_megatron.controller.run_clock import RunClock, seconds_at_end
 from grpo_megatron.controller.trainer_link import RunState
+from grpo_megatron.errors import GateError
 from grpo_megatron.rundir import RunDir
 from tests.controller.scored_groups import recipe
 
@@ -125,6 +126,18 @@ def test_the_result_has_what_could_not_be_scored_before(run_dir, monkeypatch):
     attempt._conclude(state, {"all": {}}, {}, 7.0)
     result = json.loads(run_dir.result.read_text())
     assert result["before"] == 0.5 and result["before_unscorable"] == 2
+
+
+@pytest.mark.parametrize("kind", ["rl", "eval"])
+def test_a_closed_gate_names_what_the_run_has_left(run_dir, monkeypatch, kind):
+    """An evaluation has no weights to look at."""
+    attempt = resumed(run_dir, monkeypatch)
+    attempt.config = recipe(kind=kind, gates=["eval.all.accuracy >= 0.5"])
+    results = {"all": {"prompts": 8.0, "accuracy": 0.25}}
+    with pytest.raises(GateError, match=r"seen: 0.25") as error:
+        attempt._conclude(AFTER_6, results, {}, 7.0)
+    assert (str(run_dir.export) in error.value.remedy) == (kind == "rl")
+    assert (str(run_dir.result) in error.value.remedy) == (kind == "eval")
 
 
 def test_the_loop_goes_on_with_the_seconds_of_the_run(run_dir, monkeypatch):
