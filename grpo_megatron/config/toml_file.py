@@ -1,6 +1,7 @@
 """A TOML file with line numbers, and the chain of recipes that `extends` makes."""
 
 import re
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -152,9 +153,21 @@ def read_recipe_chain(path: Path) -> list[TomlFile]:
                 where=chain[-1].where(("extends",)),
                 remedy="break the circle of `extends`",
             )
+        _refuse_graph(file)
         chain.append(file)
         next_path = _base_of(file)
     return chain[::-1]
+
+
+def _refuse_graph(file: TomlFile) -> None:
+    """Raise ConfigError for a graph of stages, all of whose keys a recipe would not know."""
+    if isinstance(file.values.get("stages"), dict):
+        path = shlex.quote(str(file.path))
+        raise ConfigError(
+            "this is a graph of stages, and no recipe",
+            where=file.display,
+            remedy=f"grpo-megatron stages run {path}, or grpo-megatron rehearse {path}",
+        )
 
 
 def _base_of(file: TomlFile) -> Path | None:

@@ -69,6 +69,14 @@ def test_extends_takes_the_name_of_a_shipped_recipe(write_recipe):
         read_recipe_chain(write_recipe(text='extends = "demo/gspo-mo-cpu"\nname = "mine"\n'))
 
 
+@pytest.mark.parametrize("name", ["graphs/tiny-r1", "graphs/deepseek_v4"])
+def test_a_graph_is_no_recipe(name):
+    with pytest.raises(ConfigError, match="this is a graph of stages") as told:
+        load_recipe(name)
+    path = assets.root() / "recipes" / f"{name}.toml"
+    assert f"stages run {path}, or grpo-megatron rehearse {path}" in told.value.remedy
+
+
 def test_extends_chain_resolves_relative_to_each_file(write_recipe):
     write_recipe(file="a/base.toml")
     write_recipe(text='extends = "a/base.toml"\nseed = 1\n', file="middle.toml")
