@@ -1,11 +1,13 @@
 """`stages run`, `submit`, `status`, `resume`: graphs of stages."""
 
+import math
 from typing import Annotated
 
 import typer
 
 from grpo_megatron.cli.inspect_commands import print_table
 from grpo_megatron.cli.run_commands import Site, SkipRewardCheck, flag, warn_unchecked_rewards
+from grpo_megatron.config.evaluated_share import share_of
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError
 
@@ -81,8 +83,9 @@ def status(graph: Graph) -> None:
         if job and not result:
             notes.append(f"job {job} {states.words(job)}")
         accuracy = ""
-        if "accuracy" in result.get("eval", {}).get("all", {}):
-            accuracy = f"{result['eval']['all']['accuracy']:.3f}"
+        share = share_of(result.get("eval", {}).get("all", {}), "accuracy")
+        if share.num_unscorable or not math.isnan(share.value):
+            accuracy = str(share)
         seconds = ""
         if result:
             seconds = f"{result['seconds']:.0f}"

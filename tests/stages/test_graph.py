@@ -945,6 +945,34 @@ def test_status_says_what_has_changed_and_shows_no_older_result(graph_file, caps
     assert "changed: seed, optimizer.lr" in said and "0.625" not in said
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"prompts": 8.0, "accuracy": 0.625}, "0.625"),
+        (
+            {"prompts": 8.0, "accuracy": 0.5, "accuracy_unscorable": 4.0},
+            "0.500 (4 of 8 prompts could not be scored)",
+        ),
+        (
+            {"prompts": 8.0, "accuracy_unscorable": 8.0},
+            "unknown (unreliable: 8 of 8 prompts could not be scored)",
+        ),
+        ({"prompts": 0.0}, ""),
+    ],
+)
+def test_status_says_what_could_not_be_scored(graph_file, capsys, values, told):
+    graph = load_graph(graph_file)
+    finish(graph, "base", plus=0.7, minus=0.5)
+    file = graph.run_dir("base").result
+    result = json.loads(file.read_text())
+    result["eval"]["all"] = values
+    file.write_text(json.dumps(result))
+    write_resolved(graph.run_dir("base").config, graph.resolve("base"))
+    assert main(["stages", "status", str(graph_file)]) == 0
+    said = capsys.readouterr().out
+    assert told in said and ("unknown" in said) == ("unknown" in told)
+
+
 def test_a_changed_file_is_told_too(graph_file, monkeypatch):
     graph = load_graph(graph_file)
     finish(graph, "base", plus=0.7, minus=0.5)
