@@ -286,7 +286,8 @@ def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
     run, said = tmp_path / "wrong", done.stdout + done.stderr
     assert done.returncode == 7 and "step 0, rollout-0 and the trainer disagree" in said, said
     assert runs.metrics(run) == [] and runs.no_survivors(run)
-    assert [p.name for p in run.rglob("*step_000000*")] == ["rejected_step_000000"]
+    assert [p.name for p in (run / "store").rglob("*step_000000*")] == ["rejected_step_000000"]
+    assert not list((run / "checkpoints").rglob("*step_000000*"))
     done = runs.command("resume", str(run))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [record["step"] for record in runs.metrics(run)] == [0, 1]
