@@ -7,8 +7,8 @@ from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.hf_config import model_fields
-from grpo_megatron.plan.model_facts import configuration_of, origin_of
-from grpo_megatron.plan.models_beside import other_model
+from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.models_beside import can_be_read, other_model
 from grpo_megatron.plan.reward_labels import labels_of
 
 CRITIC_MODEL_RULES = RuleSet()
@@ -20,12 +20,11 @@ REMEDY = "give a reward model or a language model of the policy's architecture"
 @CRITIC_MODEL_RULES.rule("critic_model")
 def critics_are_as_large_as_the_policy(run: RunConfig) -> Violation | None:
     """Refuse a checkpoint for the critic in whose place the policy's layers do not fit; one that is
-    not there yet, and is no export of a run, is left to `refuse_missing`."""
+    not there yet, and is no export of a run that can be read, is left to `refuse_missing`."""
     if run.critic is None or run.critic.path is None:
         return None
     start = ModelConfig(path=run.critic.path)
-    origin = origin_of(start)
-    if origin.path is not None and not origin.path.exists():
+    if not can_be_read(start):
         return None
     try:
         problem = why_not_a_critic(start, run.model)

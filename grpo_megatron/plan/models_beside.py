@@ -30,7 +30,7 @@ def models_beside_the_policy_are_like_it(run: RunConfig) -> list[Violation]:
     found = []
     for key, path in run.paths_of_other_models.items():
         model = ModelConfig(path=path)
-        if key == "critic.path" or not _can_be_read(model):
+        if key == "critic.path" or not can_be_read(model):
             continue
         problem = why_not_beside(model, run.model, "the policy")
         if problem:
@@ -39,7 +39,7 @@ def models_beside_the_policy_are_like_it(run: RunConfig) -> list[Violation]:
     return found
 
 
-def _can_be_read(model: ModelConfig) -> bool:
+def can_be_read(model: ModelConfig) -> bool:
     """Whether a model is there, or the run whose export it is to be."""
     try:
         origin = origin_of(model)

@@ -284,22 +284,17 @@ class Graph:
             resolve(recipe, [*overrides, *self._overrides_of_model(source)])
             return load_recipe(recipe, overrides)
 
-    def why_not_a_critic(self, name: str) -> str:
-        """Return why the critic of a stage cannot begin with what another stage is to give it, by
-        the models that both descend from; empty where it can, or takes nothing from a stage."""
-        start = self.table.stages[name].inputs.get(CRITIC_KEY)
-        if start is None:
-            return ""
-        return why_not_a_critic(self._model_of(start), self._policy_of(name))
-
     def why_not_beside(self, name: str, key: str) -> str:
         """Return why the checkpoint that a stage takes for `key` cannot be loaded in place of its
-        policy, to be asked about tokens, by the models that both descend from; empty where it can,
-        or is taken for something else."""
-        if key == CRITIC_KEY or key not in self._config(name).paths_of_other_models:
+        policy, to be asked about tokens, or for its critic to begin with, by the models that both
+        descend from; empty where it can, or is taken for something else."""
+        if key not in self._config(name).paths_of_other_models:
             return ""
         other = self._model_of(self.table.stages[name].inputs[key])
-        return why_not_beside(other, self._policy_of(name), f"the policy of stage {name}")
+        policy = self._policy_of(name)
+        if key == CRITIC_KEY:
+            return why_not_a_critic(other, policy)
+        return why_not_beside(other, policy, f"the policy of stage {name}")
 
     def why_not_merged(self, name: str) -> str:
         """Return why the checkpoints that a stage merges are no models of one descent, by those

@@ -62,7 +62,6 @@ def load_graph(path: str | Path) -> Graph:
         if stage.recipe is not None:
             graph.resolve(name)
             _check_domains(graph, name)
-            _check_critic(graph, name)
             _check_models_beside(graph, name)
             _check_adapters(graph, name)
         if stage.merge:
@@ -235,16 +234,21 @@ def _check_reward_models(graph: Graph, name: str) -> None:
 
 
 def _check_models_beside(graph: Graph, name: str) -> None:
-    """ConfigError for a teacher or a reference that is another model than the policy."""
+    """ConfigError for a teacher, a reference, or what a critic begins with, that is another model
+    than the policy."""
     for key, source in graph.table.stages[name].inputs.items():
         problem = graph.why_not_beside(name, key)
-        if problem:
-            raise ConfigError(
-                f"{key} of stage {name} takes a model like its policy, and that of stage {source} "
-                f"is another: {problem}",
-                where=graph.file.where(("stages", name)),
-                remedy=REMEDY,
-            )
+        if not problem:
+            continue
+        remedy = REMEDY
+        if key == CRITIC_KEY:
+            remedy = "name a stage that trains a reward model of the policy's architecture"
+        raise ConfigError(
+            f"{key} of stage {name} takes a model like its policy, and that of stage {source} "
+            f"is another: {problem}",
+            where=graph.file.where(("stages", name)),
+            remedy=remedy,
+        )
 
 
 def _check_merge(graph: Graph, name: str) -> None:
@@ -254,18 +258,6 @@ def _check_merge(graph: Graph, name: str) -> None:
             f"stage {name} merges models that do not descend from one: {problem}",
             where=graph.file.where(("stages", name)),
             remedy="merge checkpoints of one model",
-        )
-
-
-def _check_critic(graph: Graph, name: str) -> None:
-    problem = graph.why_not_a_critic(name)
-    if problem:
-        source = graph.table.stages[name].inputs[CRITIC_KEY]
-        raise ConfigError(
-            f"{CRITIC_KEY} of stage {name} takes a model like its policy, and that of stage "
-            f"{source} is another: {problem}",
-            where=graph.file.where(("stages", name)),
-            remedy="name a stage that trains a reward model of the policy's architecture",
         )
 
 

@@ -167,6 +167,8 @@ def test_a_critic_begins_with_what_a_run_is_to_export(tmp_path):
     write_resolved(run / "config.json", resolve("dense/qwen3-8b"))
     with pytest.raises(InvalidConfigError, match=r"model_type of its .* is qwen3,"):
         resolve(PPO, flags)
+    (run / "config.json").write_text('{"config": {"gone": 1}}')  # of another release
+    resolve(PPO, flags)
 
 
 @pytest.mark.parametrize(
