@@ -123,12 +123,21 @@ def _pause_of(retry_after: str | None) -> float | None:
 
 
 def finite_score(score: Any, url: str) -> float:
-    """Return a score of a reply as a number. Raises RewardError where it is no finite one: NaN of a
-    reward says that the sample cannot be scored, and its other rewards would train it."""
+    """Return a score of a reply, a number of JSON, as a float. Raises RewardError where it is
+    another value, such as a string or a boolean, which would be read as 0.7 or 1; and where it is
+    no finite number: NaN of a reward says that the sample cannot be scored, and its other rewards
+    would train it."""
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    if not is_number:
+        raise RewardError(
+            f"the score {json.dumps(score)[:80]} is no number",
+            where=url,
+            remedy="let the server give scores as numbers of JSON",
+        )
     try:
         number = float(score)
-    except (OverflowError, TypeError, ValueError):
-        number = math.nan
+    except OverflowError:  # a whole number beyond all floats
+        number = math.inf
     if not math.isfinite(number):
         raise RewardError(
             f"the score {str(score)[:80]!r} is no finite number",

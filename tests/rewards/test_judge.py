@@ -342,20 +342,41 @@ def test_scores_of_every_token_are_no_scalar():
         served([{"data": [{"data": [[0.1], [0.2]]}]}], reward_model, label=1)
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, 10**400, None, "NaN", "x"])
+def check_that_a_score_is_refused(score, message):
+    """Wherever it stands in a reply, of a reward model or of one of steps."""
+    for data in ([score], [[score]]):
+        with pytest.raises(RewardError, match=message) as error:
+            served([{"data": [{"data": data}]}], reward_model)
+        assert "http://127.0.0.1:" in str(error.value)
+    with pytest.raises(RewardError, match=message):
+        served([{"data": [{"data": [0.5, score]}]}], reward_model, label=1)
+    for data in ([0.5, score], [[0.5], [score]], [[0.1, 0.9], [0.1, score]]):
+        with pytest.raises(RewardError, match=message):
+            served([{"data": [{"data": data}]}], process_reward_model, completion="a\n\nb")
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, 10**400])
 def test_a_score_that_is_no_finite_number_is_a_failure(score):
     """Of a broken checkpoint. NaN of a reward would be left out of the sum, and the sample trained
     by the others."""
-    word = str(score)[:80]
-    for data in ([score], [[score]]):
-        with pytest.raises(RewardError, match=f"score .*{word}.* is no finite number") as error:
-            served([{"data": [{"data": data}]}], reward_model)
-        assert "http://127.0.0.1:" in str(error.value)
-    with pytest.raises(RewardError, match=f"score .*{word}.* is no finite number"):
-        served([{"data": [{"data": [0.5, score]}]}], reward_model, label=1)
-    for data in ([0.5, score], [[0.5], [score]], [[0.1, 0.9], [0.1, score]]):
-        with pytest.raises(RewardError, match=f"score .*{word}.* is no finite number"):
-            served([{"data": [{"data": data}]}], process_reward_model, completion="a\n\nb")
+    check_that_a_score_is_refused(score, f"score .*{str(score)[:80]}.* is no finite number")
+
+
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        ("0.7", '"0.7"'),
+        ("NaN", '"NaN"'),
+        ("x", '"x"'),
+        (True, "true"),
+        (False, "false"),
+        (None, "null"),
+        ({"score": 1}, "{"),
+    ],
+)
+def test_a_score_of_another_type_is_a_failure(score, told):
+    """Of a server that answers otherwise: what float() makes of it is a guess."""
+    check_that_a_score_is_refused(score, f"the score {told}.* is no number")
 
 
 def test_steps_end_before_their_separator():
