@@ -8,16 +8,17 @@ number of steps, with as many samples of the same prompts, the steps in which th
 up among them. A case whose run is finished is not run again, so a call that was ended goes on where
 it was. `--table` runs nothing.
 
-Prints markdown: held-out greedy accuracy before and after by seed; seconds of a step, of its
-training and of the critic in it, on the mean; and the bytes that the trainer's rank 0 holds between
-two steps, as it counted them on its tensors, beside the planner's, of rank 0 and of the fullest
-rank, which is the row of `plan --compare ppo`. Ends with exit code 1 where seen and planned bytes
-differ at all."""
+Prints markdown: held-out greedy accuracy before and after by seed, a dash where no answer could be
+scored; seconds of a step, of its training and of the critic in it, on the mean; and the bytes that
+the trainer's rank 0 holds between two steps, as it counted them on its tensors, beside the
+planner's, of rank 0 and of the fullest rank, which is the row of `plan --compare ppo`. Ends with
+exit code 1 where seen and planned bytes differ at all."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.evaluated_share import share_of
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.memory import has_frozen_routers, vocabulary_of
@@ -151,14 +153,20 @@ def results(runs: Path, cases: Sequence[Case]) -> str:
             str(case.seed),
             str(len(steps)),
             f"{len(steps) * batch.num_prompts * batch.num_samples_per_prompt:,}",
-            f"{result['before']:.3f}",
-            f"{result['eval']['all']['accuracy']:.3f}",
+            _accuracy(result["before"]),
+            _accuracy(share_of(result["eval"]["all"], "accuracy").value),
             _mean(steps, "time/step_s"),
             _mean(steps, "time/train_s"),
             _mean(steps, "time/critic_s"),
         ]
         lines.append("| " + " | ".join(columns) + " |")
     return "\n".join(lines)
+
+
+def _accuracy(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{value:.3f}"
 
 
 def _mean(steps: Sequence[dict[str, Any]], name: str) -> str:

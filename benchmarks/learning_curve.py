@@ -1,15 +1,20 @@
 """Draw success rates of runs by step: `python benchmarks/learning_curve.py RUN… > curve.svg`.
 
 Of every step the mean success rate of its prompts (`accuracy/pass_at_1`), smoothed over ten steps,
-and below it the held-out accuracy before and after that the run printed."""
+and below it the held-out accuracy before and after that the run printed. Steps that could not be
+scored are left out of the mean; ten of them in a row are a gap."""
 
 import io
 import json
+import math
 import sys
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+
+from grpo_megatron.config.evaluated_share import share_of
+from grpo_megatron.telemetry.metrics import read_metrics
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # after `use`
@@ -18,19 +23,29 @@ SMOOTHED_STEPS = 10
 
 
 def success_by_step(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Steps int64 [k] and smoothed success rates float64 [k]."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = np.array([record["step"] for record in records])
-    rates = np.array([record["accuracy/pass_at_1"] for record in records], float)
-    window = np.ones(SMOOTHED_STEPS) / SMOOTHED_STEPS
-    smooth = np.convolve(rates, window, mode="valid")
-    return steps[SMOOTHED_STEPS - 1 :], smooth
+    """Steps int64 [k] and smoothed success rates float64 [k], NaN in a gap."""
+    records = read_metrics(run / "metrics.jsonl")
+    steps = np.array([record["step"] for record in records], np.int64)
+    rates = np.array([record.get("accuracy/pass_at_1") for record in records], float)
+    smooth = []
+    for end in range(SMOOTHED_STEPS, len(rates) + 1):
+        window = rates[end - SMOOTHED_STEPS : end]
+        known = window[~np.isnan(window)]
+        smooth.append(known.mean() if len(known) else math.nan)
+    return steps[SMOOTHED_STEPS - 1 :], np.array(smooth)
 
 
 def label_of(run: Path) -> str:
     result = json.loads((run / "result.json").read_text())
-    after = result["eval"]["all"]["accuracy"]
-    return f"{run.name}: held-out {result['before']:.2f} before, {after:.2f} after"
+    before = _told(result["before"])
+    after = _told(share_of(result["eval"]["all"], "accuracy").value)
+    return f"{run.name}: held-out {before} before, {after} after"
+
+
+def _told(accuracy: float | None) -> str:
+    if accuracy is None or math.isnan(accuracy):
+        return "not scored"
+    return f"{accuracy:.2f}"
 
 
 def main(*runs: str) -> None:

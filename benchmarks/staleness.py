@@ -8,7 +8,8 @@ them for the same number of steps of the same prompts. A case whose run is finis
 again, so a call that was ended goes on where it was. `--table` runs nothing. Prints a markdown
 table: held-out greedy accuracy before and after on the mean over seeds, how many seeds collapsed
 (ended below their accuracy before), the effective share of the tokens, and seen and predicted
-staleness (docs/staleness.md), both on the mean over the second half of the steps."""
+staleness (docs/staleness.md), both on the mean over the second half of the steps. What no seed
+could be scored for, or says, is a dash."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.evaluated_share import share_of
 from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import read_metrics
@@ -69,8 +71,11 @@ class Outcome:
     predicted: float
 
     @property
-    def is_collapsed(self) -> bool:
-        return self.after < self.before
+    def collapsed(self) -> float:
+        """1 where it ended below its accuracy before, else 0; NaN where one of them is unknown."""
+        if math.isnan(self.before) or math.isnan(self.after):
+            return math.nan
+        return float(self.after < self.before)
 
 
 def main() -> None:
@@ -163,9 +168,12 @@ def outcome_of(run_dir: RunDir) -> Outcome:
     result = json.loads(run_dir.result.read_text())
     steps = read_metrics(run_dir.metrics)
     newest = steps[len(steps) // 2 :]
+    before = math.nan
+    if result["before"] is not None:
+        before = result["before"]
     return Outcome(
-        before=result["before"],
-        after=result["eval"]["all"]["accuracy"],
+        before=before,
+        after=share_of(result["eval"]["all"], "accuracy").value,
         ess=_mean(newest, _ESS),
         seen=_mean(newest, "staleness/seen_mean"),
         predicted=_mean(newest, "staleness/predicted_mean"),
@@ -197,7 +205,7 @@ def table(runs: Path, cases: Sequence[Case]) -> str:
             str(len(found)),
             _shown([one.before for one in found]),
             _shown([one.after for one in found]),
-            str(sum(one.is_collapsed for one in found)),
+            _counted([one.collapsed for one in found]),
             _shown([one.ess for one in found]),
             _shown([one.seen for one in found]),
             _shown([one.predicted for one in found]),
@@ -209,8 +217,15 @@ def table(runs: Path, cases: Sequence[Case]) -> str:
 def _shown(values: Sequence[float]) -> str:
     known = [value for value in values if not math.isnan(value)]
     if not known:
-        return ""
+        return "–"
     return f"{statistics.fmean(known):.2f}"
+
+
+def _counted(values: Sequence[float]) -> str:
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return "–"
+    return f"{sum(known):.0f}"
 
 
 if __name__ == "__main__":
