@@ -186,15 +186,29 @@ class Watcher:
         watches = self._watches.copy()
         records = {role: read_progress(self._run_dir.role_progress(role)) for role in watches}
         self._is_round = False
-        took_s = time.monotonic() - self._round_began_s
-        if took_s > _STALLED_S:
-            if not self._told_files:
-                self._report_files(f"took {took_s:.0f} s for a look")
-            self._told_files = True
+        if self._stalls(time.monotonic() - self._round_began_s):
             passed_s = 0.0
-        elif self._told_files:
-            self._told_files = False
+        hangs = self._hangs(watches, records, passed_s)
+        self._report_recovered(hangs)
+        self._report_new(watches, culprits(hangs))
+
+    def _stalls(self, took_s: float) -> bool:
+        """Whether reading took so long that the file system stalls; tell its begin and its end."""
+        is_stalled = took_s > _STALLED_S
+        if is_stalled and not self._told_files:
+            self._report_files(f"took {took_s:.0f} s for a look")
+        if self._told_files and not is_stalled:
             self._report_files("answers again")
+        self._told_files = is_stalled
+        return is_stalled
+
+    def _hangs(
+        self,
+        watches: Mapping[str, RoleWatch],
+        records: Mapping[str, ProgressRecord | None],
+        passed_s: float,
+    ) -> dict[str, Hang]:
+        """Return who hangs, by role; a controller that only waits for others is not among them."""
         hangs = {}
         for role, watch in watches.items():
             hang = watch.update(records[role], passed_s, is_stopped=self._is_stopped(role))
@@ -202,12 +216,17 @@ class Watcher:
                 hangs[role] = hang
         others = [watch for role, watch in watches.items() if role != "controller"]
         if self.awaits_start or any(watch.is_working for watch in others):
-            hangs = without_waiting_controller(hangs)
-        self._report_recovered(hangs)
+            return without_waiting_controller(hangs)
+        return hangs
+
+    def _report_new(self, watches: Mapping[str, RoleWatch], hangs: Mapping[str, Hang]) -> None:
+        """Tell hangs that were not told before: a look at the process of each of the first few, at
+        once, and the others without."""
         now = time.monotonic()
         new: list[tuple[RoleWatch, Hang]] = []
-        for role, hang in culprits(hangs).items():
-            if not self._is_named(watches[role]) and self._looks_again_s.get(role, 0.0) <= now:
+        for role, hang in hangs.items():
+            may_be_looked_at = self._looks_again_s.get(role, 0.0) <= now
+            if may_be_looked_at and not self._is_named(watches[role]):
                 new.append((watches[role], hang))
         looks = []
         with ThreadPoolExecutor(_MOST_LOOKS) as looking:  # which starts threads for looks alone

@@ -363,22 +363,29 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         raise ConfigError(f"{family.name} rotates whole heads, not {found['percent']} of one")
     if found["theta"] is None:
         raise ConfigError("neither rope_theta nor rope_parameters.rope_theta is set")
-    for name, default in family.rope[kind].items():
-        is_null = name in given and given[name] is None
-        value = given.pop(name, None)
-        if value is None and default == "required":
-            raise ConfigError(f"rope type {kind!r} needs {name}")
-        if is_null and isinstance(default, bool):
-            value = False  # as transformers reads a null
-        if value is None:
-            value = default
-        if name == "original_max_position_embeddings":
-            value = int(value)
-        found[name] = value
-    if given:
-        raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(given)}")
+    parameters = family.rope[kind]
+    unknown = [name for name in given if name not in parameters]
+    for name, default in parameters.items():
+        found[name] = _rope_parameter(kind, name, default, given)
+    if unknown:
+        raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(unknown)}")
     _refuse_sections(fields, found.get("mrope_section"))
     return found
+
+
+def _rope_parameter(kind: str, name: str, default: Any, given: Mapping[str, Any]) -> Any:
+    """Return the value of a rope type's parameter; ConfigError where it must be given and is
+    not."""
+    value = given.get(name)
+    if value is None and default == "required":
+        raise ConfigError(f"rope type {kind!r} needs {name}")
+    if value is None:
+        value = default
+        if name in given and isinstance(default, bool):
+            value = False  # as transformers reads a null
+    if name == "original_max_position_embeddings":
+        return int(value)
+    return value
 
 
 def _refuse_two_ropes(fields: Mapping[str, Any]) -> None:

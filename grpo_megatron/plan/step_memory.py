@@ -54,10 +54,6 @@ def step_bytes(
     s = replace(s, symbols=symbols)
 
     held, working = _held_and_working(s, stage, trains=trains)
-    kept_of_tower = 0
-    if s.tower and stage == 0 and trains_tower:
-        kept_of_tower = _kept_of_tower(s)
-        held += kept_of_tower
     waiting = 0.0
     if trains:
         waiting = in_flight(s, stage, num_microbatches)
@@ -65,8 +61,15 @@ def step_bytes(
     if stage == t.pipeline_parallel_size - 1 and not s.has_reward_head:
         logits = _highest(FORMS["logits"], s)
     embedding = 0
+    tower = 0
     if stage == 0:
         embedding = _total(FORMS["embedding"], s)
+        if s.tower:
+            kept_of_tower = 0
+            if trains_tower:
+                kept_of_tower = _kept_of_tower(s)
+            held += kept_of_tower
+            tower = kept_of_tower + _working_of_tower(s, trains=trains_tower)
     adam = 0
     if trains:
         adam = _adam(s, chunks, on_gpu=on_gpu)
@@ -77,20 +80,27 @@ def step_bytes(
         "adam": (0, adam),
     }
     if s.tower:
-        of_moment = 0
-        if stage == 0:
-            of_moment = kept_of_tower + _working_of_tower(s, trains=trains_tower)
-        moments["tower"] = (waiting - 1, of_moment)
-    parts = dict.fromkeys(("activations", *moments), 0)
+        moments["tower"] = (waiting - 1, tower)
+    parts = _highest_moment(moments, held)
+    for name, forms in FORMS["beside"].items():
+        parts[name] = _total(forms, s)
+    return parts
+
+
+def _highest_moment(moments: Mapping[str, tuple[float, int]], held: int) -> dict[str, int]:
+    """Return `activations` and the bytes of each moment where a step is highest: 0 for all moments
+    but that one.
+
+    moments: micro-batches that wait for their backward, and bytes of the moment itself; held: bytes
+    of a micro-batch that waits."""
     highest = -1
+    found: dict[str, int] = {}
     for name, (num_waiting, of_moment) in moments.items():
         activations = int(max(num_waiting, 0) * held)
         if activations + of_moment > highest:
             highest = activations + of_moment
-            parts = {**dict.fromkeys(parts, 0), "activations": activations, name: of_moment}
-    for name, forms in FORMS["beside"].items():
-        parts[name] = _total(forms, s)
-    return parts
+            found = {"activations": activations, name: of_moment}
+    return {**dict.fromkeys(("activations", *moments), 0), **found}
 
 
 def _held_and_working(s: Sizes, stage: int, *, trains: bool) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import io
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,22 @@ def special_tokens_of(config: RunConfig) -> list[str]:
 
 def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
     total = index + index % 7
+    question, answer = _problem(domain, index, total)
+    row: dict[str, Any] = {domain.prompt_field: question, domain.answer_field: answer}
+    if domain.prompt_field == "messages":
+        row["messages"] = [{"role": "user", "content": question}]
+    domain_field = domain.arguments.get("domain_field")
+    if domain_field is not None:
+        row[domain_field] = domain.name
+    if config.trains_preferences:
+        return _preference(config, row, total, index)
+    if config.uses_dataset:
+        row["responses"] = _responses(total)
+    return row | _metadata(domain, row, index)
+
+
+def _problem(domain: DomainConfig, index: int, total: int) -> tuple[str, str]:
+    """Return a question and its answer, of the kind that the domain's rewards can score."""
     # With the domain's name: prompts of equal templates would be duplicates of each other.
     question = f"What is {index} + {index % 7} in {domain.name}?"
     answer = str(total)
@@ -129,25 +145,22 @@ def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
     marker = domain.arguments.get("answer_after")
     if marker is not None:
         answer = f"It is {answer}.\n{marker} {answer}"
-    row: dict[str, Any] = {domain.prompt_field: question, domain.answer_field: answer}
-    if domain.prompt_field == "messages":
-        row["messages"] = [{"role": "user", "content": question}]
-    domain_field = domain.arguments.get("domain_field")
-    if domain_field is not None:
-        row[domain_field] = domain.name
-    if config.trains_preferences:
-        return _preference(config, row, total, index)
-    if config.uses_dataset:
-        row["responses"] = _responses(total)
+    return question, answer
+
+
+def _metadata(domain: DomainConfig, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the other fields that the domain's template and its rewards read."""
+    fields: dict[str, Any] = {}
     for name in _METADATA.findall(domain.template):
-        row.setdefault(name, f"{name} {index}")
+        if name not in row:
+            fields[name] = f"{name} {index}"
     for reward in domain.rewards:
         for name in reward.arguments.get("size_fields") or ():
-            row[name] = _SIDE
+            fields[name] = _SIDE
         criteria_field = reward.arguments.get("criteria_field")
         if criteria_field is not None:
-            row[criteria_field] = _RUBRIC
-    return row
+            fields[criteria_field] = _RUBRIC
+    return fields
 
 
 def _picture(index: int) -> str:

@@ -14,7 +14,7 @@ from grpo_megatron.config.engine_words import without_option
 from grpo_megatron.config.environment import EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.config.problems import as_toml
-from grpo_megatron.config.run import DomainConfig, RewardConfig, RunConfig
+from grpo_megatron.config.run import DomainConfig, RewardConfig, RunConfig, TeacherConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.image_settings import ImageSettings
 from grpo_megatron.plan.engine_arguments import MEMORY_SHARE
@@ -167,6 +167,23 @@ def _replaces_model(config: RunConfig, stand_ins: StandIns) -> bool:
 
 def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     """Replace models, data and servers that are not on this machine."""
+    _policy(config, stand_ins, changes)
+    for number, domain in enumerate(config.domains):
+        _domain_inputs(number, domain, stand_ins, changes)
+    if config.experience is not None:
+        why = "a local server that writes lessons"
+        changes.set("experience.writer_url", stand_ins.server, why)
+        changes.set("experience.writer_model", "local", why)
+        changes.set("experience.path", None, "no lessons are known")
+    if config.preferences.reference is not None:
+        changes.set("preferences.reference", str(stand_ins.other_model), "a random reference")
+    if config.distillation is not None:
+        for number, teacher in enumerate(config.distillation.teachers):
+            _teacher(number, teacher, stand_ins, changes)
+
+
+def _policy(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
+    """Replace the model, and the adapters and the critic that belong to it."""
     why = "a tiny random model of the same family"
     if stand_ins.model_is_given:
         why = "the given model"
@@ -179,48 +196,47 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
         adapters = config.lora.path
     if adapters is not None and (is_replaced or not adapters.exists()):
         changes.set("lora.path", None, "adapters of the real model: new ones begin at zero")
-    for number, domain in enumerate(config.domains):
-        key = f"domains.{number}"
-        if number in stand_ins.data:
-            changes.set(f"{key}.path", str(stand_ins.data[number]), "made-up rows: no such file")
-            if "split" in domain.arguments:
-                arguments = dict(domain.arguments)
-                del arguments["split"]
-                changes.set(f"{key}.arguments", arguments, "made-up rows are one file")
-        if number in stand_ins.corpora:
-            corpus = str(stand_ins.corpora[number])
-            why_corpus = "made-up documents: no such file"
-            changes.set(f"{key}.environment.arguments.corpus", corpus, why_corpus)
-            if domain.environment is not None and "index" in domain.environment.arguments:
-                index = f"{corpus}.fts5"
-                changes.set(f"{key}.environment.arguments.index", index, "of these documents")
-        if domain.reference is not None:
-            changes.set(f"{key}.reference", str(stand_ins.other_model), "a random reference")
-        if domain.num_problems is not None:
-            changes.at_most(f"{key}.num_problems", domain.num_problems, 400, "few problems")
-    if config.experience is not None:
-        why_writer = "a local server that writes lessons"
-        changes.set("experience.writer_url", stand_ins.server, why_writer)
-        changes.set("experience.writer_model", "local", why_writer)
-        changes.set("experience.path", None, "no lessons are known")
-    if config.preferences.reference is not None:
-        changes.set("preferences.reference", str(stand_ins.other_model), "a random reference")
     if config.critic is not None and config.critic.path is not None:
         like_the_policy = stand_ins.model
         if config.model.path is not None and not is_replaced:
             like_the_policy = config.model.path
         changes.set("critic.path", str(like_the_policy), "a checkpoint as large as the policy")
-    if config.distillation is not None:
-        for number, teacher in enumerate(config.distillation.teachers):
-            if teacher.path is not None and not teacher.path.exists():
-                key = f"distillation.teachers.{number}.path"
-                changes.set(key, str(stand_ins.other_model), "a random teacher")
-            if teacher.url is not None:
-                key = f"distillation.teachers.{number}.url"
-                changes.set(key, stand_ins.teacher_server, "a local server of a random teacher")
-            if teacher.model is not None:
-                key = f"distillation.teachers.{number}.model"
-                changes.set(key, None, "that server has one model")
+
+
+def _domain_inputs(
+    number: int, domain: DomainConfig, stand_ins: StandIns, changes: _Changes
+) -> None:
+    """Replace a domain's rows, its documents and its reference, and take few of made problems."""
+    key = f"domains.{number}"
+    if number in stand_ins.data:
+        changes.set(f"{key}.path", str(stand_ins.data[number]), "made-up rows: no such file")
+        if "split" in domain.arguments:
+            arguments = dict(domain.arguments)
+            del arguments["split"]
+            changes.set(f"{key}.arguments", arguments, "made-up rows are one file")
+    if number in stand_ins.corpora:
+        corpus = str(stand_ins.corpora[number])
+        why = "made-up documents: no such file"
+        changes.set(f"{key}.environment.arguments.corpus", corpus, why)
+        if domain.environment is not None and "index" in domain.environment.arguments:
+            index = f"{corpus}.fts5"
+            changes.set(f"{key}.environment.arguments.index", index, "of these documents")
+    if domain.reference is not None:
+        changes.set(f"{key}.reference", str(stand_ins.other_model), "a random reference")
+    if domain.num_problems is not None:
+        changes.at_most(f"{key}.num_problems", domain.num_problems, 400, "few problems")
+
+
+def _teacher(number: int, teacher: TeacherConfig, stand_ins: StandIns, changes: _Changes) -> None:
+    """Replace a teacher's weights, its server, or both."""
+    key = f"distillation.teachers.{number}"
+    if teacher.path is not None and not teacher.path.exists():
+        changes.set(f"{key}.path", str(stand_ins.other_model), "a random teacher")
+    if teacher.url is not None:
+        server = stand_ins.teacher_server
+        changes.set(f"{key}.url", server, "a local server of a random teacher")
+    if teacher.model is not None:
+        changes.set(f"{key}.model", None, "that server has one model")
 
 
 def _sizes(config: RunConfig, changes: _Changes) -> None:

@@ -311,14 +311,7 @@ def build_policy(
             add_value_head(model, seed)
         if not trains:
             model.requires_grad_(False)
-        module: torch.nn.Module = model
-        if config.bf16:
-            module = Float16Module(config, model)
-        chunk = ddp.DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
-        chunk.broadcast_params()
-        if ddp_config.overlap_param_gather:
-            model.await_weight = _GatheredWeight(chunk)
-        chunks.append(chunk)
+        chunks.append(_wrapped(model, config, ddp_config, disable_bucketing=index > 0))
     megatron_optimizer = get_megatron_optimizer(
         _optimizer_config(optimizer, layout, config), chunks
     )
@@ -333,6 +326,26 @@ def build_policy(
     policy = Policy(hf, config, chunks, megatron_optimizer, replay, lora, optimizer)
     policy.apply_settings()
     return policy
+
+
+def _wrapped(
+    model: PolicyModel,
+    config: TransformerConfig,
+    ddp_config: ddp.DistributedDataParallelConfig,
+    *,
+    disable_bucketing: bool,
+) -> ddp.DistributedDataParallel:
+    """Wrap a chunk for its dtype and for data parallelism; all ranks begin with equal weights."""
+    module: torch.nn.Module = model
+    if config.bf16:
+        module = Float16Module(config, model)
+    chunk = ddp.DistributedDataParallel(
+        config, ddp_config, module, disable_bucketing=disable_bucketing
+    )
+    chunk.broadcast_params()
+    if ddp_config.overlap_param_gather:
+        model.await_weight = _GatheredWeight(chunk)
+    return chunk
 
 
 def _finalize_gradients(
