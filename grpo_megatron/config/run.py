@@ -867,4 +867,6 @@ class RunConfig(Strict):
     @property
     def records_routes(self) -> bool:
         """Whether engines are asked for the experts of every token."""
+        if self.num_replicas == 0:
+            return False
         return self.rollout.record_routes or self.routing.replay == "r3"

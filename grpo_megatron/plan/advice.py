@@ -142,6 +142,39 @@ def settings_belong_to_what_is_chosen(config: RunConfig) -> list[Violation]:
     return list(_settings_without_effect(config.objective, own))
 
 
+_READ_WITHOUT_ENGINES = (
+    "max_model_len",
+    "max_new_tokens",  # of how long answers are in plans
+    "startup_timeout_s",
+    "request_timeout_s",
+    "max_attempts",
+)
+"""Settings of `[rollout]` that say something in a run without engines too: how long sequences are,
+and when a role hangs."""
+
+
+@ADVICE.rule("without_effect")
+def settings_of_engines_have_engines(config: RunConfig) -> list[Violation]:
+    """Warn of settings of engines, and of what is published to them, in a run that has none."""
+    if config.num_replicas > 0:
+        return []
+    found = []
+    for table, settings in (("rollout", config.rollout), ("publish", config.publish)):
+        for name, field in type(settings).model_fields.items():
+            is_read = table == "rollout" and name in _READ_WITHOUT_ENGINES
+            if is_read or getattr(settings, name) == field.default:
+                continue
+            found.append(
+                Violation(
+                    f"{table}.{name}",
+                    f"it has no effect: a run of kind {config.kind} has no engines",
+                    remedy="remove it",
+                    related=("kind",),
+                )
+            )
+    return found
+
+
 _INSTEAD = {
     ("cispo", "clip_low"): "ratio_min, the bound itself (1 - clip_low)",
     ("cispo", "clip_high"): "ratio_max, the bound itself (1 + clip_high)",

@@ -170,19 +170,6 @@ def routes_have_experts(rollout: RolloutConfig, model: ModelFacts, cpu: bool) ->
     )
 
 
-@ENGINE_RULES.rule("context_length")
-def positions_are_known(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
-    """Refuse sequences longer than the model has positions."""
-    longest = model.max_position_embeddings
-    if not longest or rollout.max_model_len <= longest:
-        return None
-    return Violation(
-        "rollout.max_model_len",
-        f"the model has positions for {longest} tokens",
-        nearest=(longest,),
-    )
-
-
 @ENGINE_RULES.rule("truncation_bound")
 def kept_ids_are_in_the_vocabulary(
     rollout: RolloutConfig, model: ModelFacts, cpu: bool

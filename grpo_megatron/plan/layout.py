@@ -20,12 +20,17 @@ _LARGEST_SIZE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A trainer and a rollout layout for one model on one machine."""
+    """A trainer and a rollout layout for one model on one machine.
+
+    Attributes:
+        cpu: Whether the engines are of vLLM's CPU build.
+        has_engines: Whether the run has any; the rules of engines hold for no other."""
 
     trainer: TrainerConfig
     facts: ModelFacts
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     cpu: bool = field(default_factory=is_cpu_engine)
+    has_engines: bool = True
 
     def with_size(self, key: str, size: int) -> "Case":
         """Return this case with another value of a key of the recipe, `trainer.…` or
@@ -41,7 +46,8 @@ def check_layout(case: Case) -> list[Violation]:
     """Return all violated layout rules of trainer and engine, each with the nearest valid
     values."""
     found = list(TRAINER_RULES.violations(case.trainer, case.facts, config=case))
-    found += ENGINE_RULES.violations(case.rollout, case.facts, case.cpu, config=case)
+    if case.has_engines:
+        found += ENGINE_RULES.violations(case.rollout, case.facts, case.cpu, config=case)
     return [_with_nearest(case, violation) for violation in found]
 
 
@@ -57,7 +63,8 @@ def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
 
 def _broken_rules(case: Case) -> set[str]:
     names = set(TRAINER_RULES.broken_names(case.trainer, case.facts))
-    names.update(ENGINE_RULES.broken_names(case.rollout, case.facts, case.cpu))
+    if case.has_engines:
+        names.update(ENGINE_RULES.broken_names(case.rollout, case.facts, case.cpu))
     return names
 
 

@@ -95,12 +95,13 @@ def check_plan(config: RunConfig) -> list[Violation]:
     found += CRITIC_MODEL_RULES.violations(config, config=config)
     found += MODEL_BESIDE_RULES.violations(config, config=config)
     found += REWARD_LABEL_RULES.violations(config, config=config)
-    if config.rollout.fp8 != "none":
+    has_engines = config.num_replicas > 0
+    if has_engines and config.rollout.fp8 != "none":
         found += FP8_RULES.violations(config, facts, config=config)
     if config.lora is not None:
         found += LORA_RULES.violations(config, config.lora, facts, config=config)
     cpu = _generates_on_cpu(config)
-    found += check_layout(Case(config.trainer, facts, config.rollout, cpu))
+    found += check_layout(Case(config.trainer, facts, config.rollout, cpu, has_engines))
     return found
 
 
@@ -149,6 +150,19 @@ def replicas_have_prompts(config: RunConfig, model: ModelFacts) -> Violation | N
     )
 
 
+@MODEL_RULES.rule("context_length")
+def positions_are_known(config: RunConfig, model: ModelFacts) -> Violation | None:
+    """Refuse sequences longer than the model has positions, whether sampled or read."""
+    longest = model.max_position_embeddings
+    if not longest or config.rollout.max_model_len <= longest:
+        return None
+    return Violation(
+        "rollout.max_model_len",
+        f"the model has positions for {longest} tokens",
+        nearest=(longest,),
+    )
+
+
 @MODEL_RULES.rule("routing_experts")
 def routing_has_experts(config: RunConfig, model: ModelFacts) -> list[Violation]:
     """Refuse settings of experts for a dense model."""
@@ -181,7 +195,9 @@ def engines_read_stacks_as_they_are_written(
 ) -> Violation | None:
     """Refuse files where a layer's experts are one tensor of square matrices: transformers reads
     them as they are, and vLLM transposes them (`checkpoints.stacked_experts`)."""
-    if config.publish.method != "file" or not family_of(model.model_type).stacked:
+    if config.num_replicas == 0 or config.publish.method != "file":
+        return None
+    if not family_of(model.model_type).stacked:
         return None
     width = model.moe_intermediate_size
     if model.hidden_size not in (width, 2 * width):

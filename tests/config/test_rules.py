@@ -579,6 +579,10 @@ def test_a_rule_set_fills_in_names_and_values():
         ["publish.method=nccl", "placement.gpus_per_node=3"],
         ["publish.method=ipc"],  # through host memory
         ["publish.num_senders=3"],  # of earlier versions: without effect
+        [*PREFERENCES, "rollout.max_new_tokens=64"],  # nothing is sampled
+        [*PREFERENCES, "publish.pause=keep"],
+        [*PREFERENCES, "publish.delta=true", "publish.method=file", "rollout.fp8=blockwise"],
+        [*REWARD_MODEL, "rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"],
         ["model.preset=qwen3-8b", "model.path=/x"],
         ["num_steps=2", 'gates=["steps >= 2", "seconds >= 3", "steps < 1", "seconds <= 60"]'],
         ["data.num_heldout=8", 'gates=["eval.all.prompts >= 8", "eval.addition.prompts <= 8"]'],

@@ -204,6 +204,27 @@ def test_settings_of_what_is_not_chosen_have_no_effect(overrides, told):
     assert set(keys(RELEASED, *overrides)) == told
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["rollout.max_new_tokens=9", "rollout.max_model_len=60"], set()),
+        (["rollout.startup_timeout_s=9", "rollout.max_attempts=9"], set()),
+        (["rollout.tensor_parallel_size=1", "publish.canary=true"], set()),  # as they are without
+        (
+            ["rollout.tensor_parallel_size=2", "rollout.temperature=0.5", "publish.delta=true"],
+            {"rollout.tensor_parallel_size", "rollout.temperature", "publish.delta"},
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["preferences", "reward-model"])
+def test_settings_of_engines_have_no_effect_without_any(kind, overrides, told):
+    assert set(keys(f"stages/tiny-{kind}", *overrides)) == told
+
+
+def test_settings_of_engines_have_an_effect_where_there_are_some():
+    assert keys("demo/gspo-moe-cpu", "rollout.temperature=0.5", "publish.delta=true") == []
+
+
 def test_the_setting_that_does_it_is_named(capsys):
     """Other libraries call CISPO's bounds clip distances."""
     preset = ["objective.preset=cispo", "objective.clip_high=0.3"]

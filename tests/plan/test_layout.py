@@ -214,7 +214,6 @@ def test_latent_attention_needs_sequence_parallelism_with_tp():
         ("engine_arguments", MOE, {"engine_arguments": ("--gpu-memory-utilization", "-O3")}),
         ("engine_arguments", MOE, {"engine_arguments": ("--device-memory-utilization=abc",)}),
         ("record_routes", DENSE, {"record_routes": True}),
-        ("context_length", MOE, {"max_model_len": 4097}),
         ("truncation_bound", replace(MOE, vocab_size=1025), {"top_p": 0.9}),
         ("truncation_bound", replace(MOE, vocab_size=1025), {"min_p": 0.1}),
         ("truncation_bound", replace(MOE, vocab_size=93), {"top_k": 69}),

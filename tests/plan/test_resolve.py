@@ -19,6 +19,13 @@ DEMO = "demo/gspo-moe-cpu"
 DENSE = SMALL | {"head_dim": 32}
 
 
+def resolve_demo_problems(overrides: list[str]) -> list[str]:
+    """Keys of what the demo, which has engines, is refused for with `overrides`."""
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve(DEMO, overrides)
+    return [problem.key for problem in caught.value.problems]
+
+
 def test_layout_problems_carry_origins():
     with pytest.raises(InvalidConfigError) as caught:
         resolve(DEMO, ["trainer.expert_parallel_size=3"])
@@ -241,6 +248,37 @@ def test_kinds_without_engines_obey_no_rule_of_engines(on_processors, tmp_path, 
     (tmp_path / "config.json").write_text(json.dumps(hf))
     config = resolve(f"stages/tiny-{kind}", ["model.preset=null", f"model.path={tmp_path}"]).config
     assert config.placement.gpus_per_node == 0 and config.num_replicas == 0
+
+
+@pytest.mark.parametrize("kind", ["preferences", "reward-model"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.tensor_parallel_size=3"],
+        ["rollout.tensor_parallel_size=2", "rollout.data_parallel_size=3"],
+        ["rollout.expert_parallel=true", "rollout.data_parallel_size=5"],
+        ['rollout.engine_arguments=["--no-such-flag"]'],
+        ["rollout.fp8=blockwise"],
+    ],
+)
+def test_settings_of_engines_refuse_no_run_without_engines(kind, overrides):
+    assert resolve(f"stages/tiny-{kind}", overrides).config.num_replicas == 0
+    of_engines = resolve_demo_problems(overrides)
+    assert all(key.startswith("rollout.") for key in of_engines) and of_engines
+
+
+def test_no_engine_is_asked_for_routes_where_there_is_none():
+    routes = "rollout.record_routes=true"
+    assert not resolve("stages/tiny-preferences", [routes]).config.records_routes
+    assert resolve(DEMO, [routes]).config.records_routes
+
+
+def test_a_sequence_without_engines_has_no_more_tokens_than_the_model_positions(tmp_path):
+    hf = load_preset("tiny-qwen3-moe").hf | {"vocab_size": 97, "max_position_embeddings": 63}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    for recipe in ("stages/tiny-preferences", DEMO):
+        with pytest.raises(InvalidConfigError, match="the model has positions for 63 tokens"):
+            resolve(recipe, ["model.preset=null", f"model.path={tmp_path}"])
 
 
 def test_a_model_that_an_earlier_stage_writes_is_left_to_its_stage(on_processors, tmp_path):

@@ -268,7 +268,7 @@ def stale_rollouts_are_not_deterministic(run: RunConfig) -> Violation | None:
 def prompts_have_room(run: RunConfig) -> Violation | None:
     """Refuse completions that are as long as the context."""
     whole = run.rollout.max_model_len
-    if run.rollout.max_new_tokens < whole:
+    if run.num_replicas == 0 or run.rollout.max_new_tokens < whole:
         return None
     return Violation(
         "rollout.max_new_tokens",
@@ -398,7 +398,7 @@ def losses_of_replayed_experts_need_replay(run: RunConfig) -> list[Violation]:
 @RUN_RULES.rule("pause_in_flight")
 def only_rollouts_ahead_are_in_flight(run: RunConfig) -> Violation | None:
     """Refuse to pause requests where none can be in flight."""
-    if run.publish.pause == "wait" or run.batch.max_staleness > 0:
+    if run.num_replicas == 0 or run.publish.pause == "wait" or run.batch.max_staleness > 0:
         return None
     return Violation(
         "publish.pause",
@@ -436,7 +436,7 @@ def nccl_joins_gpus_of_their_own(run: RunConfig) -> Violation | None:
 @RUN_RULES.rule("delta_of_files")
 def files_have_no_changes(run: RunConfig) -> Violation | None:
     """Refuse changes where weights travel as files."""
-    if not run.publish.delta or run.publish.method != "file":
+    if run.num_replicas == 0 or not run.publish.delta or run.publish.method != "file":
         return None
     return Violation(
         "publish.delta",
@@ -450,7 +450,7 @@ def files_have_no_changes(run: RunConfig) -> Violation | None:
 @RUN_RULES.rule("fp8_of_files")
 def files_have_no_fp8(run: RunConfig) -> Violation | None:
     """Refuse weights in FP8 where they travel as files, which an export writes."""
-    if run.rollout.fp8 == "none" or run.publish.method != "file":
+    if run.num_replicas == 0 or run.rollout.fp8 == "none" or run.publish.method != "file":
         return None
     return Violation(
         "rollout.fp8",
@@ -466,7 +466,7 @@ def tolerance_allows_for_rounding(run: RunConfig) -> Violation | None:
     """Refuse a canary tolerance below what bfloat16 rounds."""
     tolerance = run.publish.canary_tolerance
     rounded = "bfloat16" in (run.trainer.precision, run.rollout.dtype)
-    if not run.publish.canary or not rounded:
+    if run.num_replicas == 0 or not run.publish.canary or not rounded:
         return None
     if tolerance is None or tolerance >= _BFLOAT16_GAP:
         return None
