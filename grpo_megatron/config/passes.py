@@ -1,4 +1,4 @@
-"""Which passes without gradients a step of RL takes over its samples before it is trained, and what
+"""Which passes without gradients a step takes over its samples before it is trained, and what
 they are for. The trainer and the plan ask here, so that what is planned is what is run."""
 
 from collections.abc import Collection
@@ -114,8 +114,11 @@ def _routing_needs_old_routes(config: RunConfig) -> bool:
 
 def num_whole_passes(config: RunConfig, *, has_routers: bool) -> int:
     """Return how many passes without gradients a step takes over all of its samples: the old
-    policy's, each reference's, the routers' of later updates, preference margins', teachers'. Of an
-    advantage of one's own, the token columns are not known here."""
+    policy's, each reference's, the routers' of later updates, preference margins', teachers'; of
+    KTO the one over as many answers to other prompts, for its baseline. Of an advantage of one's
+    own, the token columns are not known here."""
+    if config.trains_preferences:
+        return int(config.preferences.loss == "kto")
     if config.kind == "distil":
         if config.distillation is None:
             return 0

@@ -358,13 +358,20 @@ def samples_of_step(config: RunConfig) -> int:
 
 def _samples_of_prompt(config: RunConfig) -> int:
     """Return how many answers of a prompt are trained: a pair, what a row has, or a group."""
-    if config.preferences.rows == "steps":
-        return 1
-    if config.trains_preferences:
+    if _keeps_pairs(config):
         return 2
-    if config.uses_dataset:
+    if config.uses_dataset:  # labelled answers, and those with labels of their steps, too
         return 1
     return config.batch.num_samples_per_prompt
+
+
+def _recorded_samples(config: RunConfig) -> int:
+    """Return most samples of a step in the sample store: KTO has there, beside each labelled
+    answer, the one to another prompt of which its baseline is made."""
+    samples = samples_of_step(config)
+    if config.trains_preferences and config.preferences.rows == "labelled":
+        samples *= 2
+    return samples
 
 
 def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
@@ -518,6 +525,7 @@ def _numbers(config: RunConfig, s: Sizes, num_microbatches: int) -> dict[str, fl
     num_waits = s.trainer.pipeline_parallel_size - 1  # of a stage, in micro-batches of a chunk
     num_computed = num_microbatches * s.num_chunks
     tokens = samples_of_step(config) * config.rollout.max_model_len
+    recorded_tokens = _recorded_samples(config) * config.rollout.max_model_len
     found |= {
         "microbatches_per_update": num_microbatches,
         "bubble_fraction": num_waits / (num_computed + num_waits),
@@ -529,7 +537,7 @@ def _numbers(config: RunConfig, s: Sizes, num_microbatches: int) -> dict[str, fl
         found["publish_bytes"] = bytes_of(published, config.rollout.fp8, element)
     return found | {
         "checkpoint_bytes": _checkpoint_bytes(config, parameters, element),
-        "sample_store_bytes": _store_bytes(config, whole, tokens),
+        "sample_store_bytes": _store_bytes(config, whole, recorded_tokens),
     }
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.passes import num_whole_passes
 from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import memory_problems, plan_of, samples_of_step
@@ -392,6 +393,18 @@ def ratios_on(
 def test_a_step_has_the_answers_of_its_kind(recipe, answers):
     config = resolve(recipe, ["batch.num_prompts=64", "batch.num_samples_per_prompt=8"]).config
     assert samples_of_step(config) == 64 * answers
+
+
+def test_kto_trains_one_answer_of_a_row_and_records_another():
+    """The answer to another prompt, for the baseline: it is passed through, but not trained."""
+    pairs = resolve("stages/tiny-preferences").config
+    labelled = resolve("stages/tiny-preferences", ["preferences.loss=kto"]).config
+    assert samples_of_step(labelled) == labelled.batch.num_prompts == samples_of_step(pairs) // 2
+    of_pairs, of_labelled = plan_of(pairs).numbers, plan_of(labelled).numbers
+    assert 2 * of_labelled["tokens_per_step"] == of_pairs["tokens_per_step"]
+    assert of_labelled["sample_store_bytes"] == of_pairs["sample_store_bytes"]
+    assert num_whole_passes(labelled, has_routers=False) == 1
+    assert num_whole_passes(pairs, has_routers=False) == 0
 
 
 @settings(max_examples=60, deadline=None)
