@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config.objective import (
+    OF_TURNS,
     SETTINGS_OF_CHOICES,
     SETTINGS_OF_WEIGHTS,
     ObjectiveConfig,
@@ -238,6 +239,39 @@ def _keys_that_set(
         if name in values:
             keys.append(f"{table}.{name}")
     return keys
+
+
+_BY_CORRECTNESS = ("passk", "pkpo", "gtpo_entropy", "grpo_s")
+"""Advantages that ask which answers are correct, and not what they earned."""
+
+
+@ADVICE.rule("without_effect")
+def clips_bound_what_advantages_are_made_of(config: RunConfig) -> list[Violation]:
+    """Warn of a clip of the sum of rewards where advantages are made of something else. Where they
+    are made of parts of the sum, it is refused (rule reward_clip)."""
+    advantage = config.objective.advantage
+    if config.kind != "rl":
+        return []
+    if advantage in _BY_CORRECTNESS:
+        message = f"it has no effect: advantage {advantage} asks which answers are correct, and "
+        message += "not what they earned"
+    elif advantage in OF_TURNS:
+        message = f"it bounds the reward of an episode, and advantage {advantage} also has those "
+        message += "that the environment gives for turns, which nothing bounds"
+    else:
+        return []
+    found = []
+    for index, domain in enumerate(config.domains):
+        if domain.reward_clip is not None:
+            found.append(
+                Violation(
+                    f"domains.{index}.reward_clip",
+                    message,
+                    remedy="remove it, or set another objective.advantage",
+                    related=("objective.advantage",),
+                )
+            )
+    return found
 
 
 @ADVICE.rule("rounded_samples")

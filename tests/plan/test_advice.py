@@ -15,6 +15,7 @@ from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 
 RELEASED = "dense/qwen2.5-7b"
+AGENT = "demo/agent-calculator-cpu"
 SMALL_STEP = ["batch.num_prompts=8", "batch.num_samples_per_prompt=8"]
 
 
@@ -202,6 +203,37 @@ def test_a_command_says_it_beside_its_output(capsys, command):
 )
 def test_settings_of_what_is_not_chosen_have_no_effect(overrides, told):
     assert set(keys(RELEASED, *overrides)) == told
+
+
+@pytest.mark.parametrize(
+    ("advantage", "told"),
+    [
+        ("passk", "it has no effect: advantage passk asks which answers are correct"),
+        ("pkpo", "it has no effect: advantage pkpo asks"),
+        ("gtpo_entropy", "it has no effect: advantage gtpo_entropy asks"),
+        ("grpo_s", "it has no effect: advantage grpo_s asks"),
+        ("gagpo", "it bounds the reward of an episode, and advantage gagpo also has those"),
+        ("gigpo", "it bounds the reward of an episode, and advantage gigpo also has those"),
+        ("group", None),
+        ("rloo", None),
+    ],
+)
+def test_a_clip_of_rewards_that_advantages_do_not_take(advantage, told):
+    """In runs with an environment, where any advantage may be taken."""
+    settings = ["objective.preset=dr_grpo", f"objective.advantage={advantage}"]
+    assert keys(AGENT, *settings) == []
+    config = resolve(AGENT, [*settings, "domains.0.reward_clip=2"]).config
+    found = [(unusual.key, unusual.message) for unusual in advice_for(config)]
+    if told is None:
+        assert found == []
+    else:
+        [(key, message)] = found
+        assert key == "domains.0.reward_clip" and message.startswith(told)
+
+
+def test_nobody_minds_a_clip_where_no_advantages_are_made():
+    settings = ["objective.preset=grpo_s", "domains.0.reward_clip=2", "kind=sft"]
+    assert keys("demo/gspo-moe-cpu", *settings, "cold_start=null") == []
 
 
 @pytest.mark.parametrize(
