@@ -10,7 +10,14 @@ import typer
 
 from grpo_megatron.checkpoints.fitting import adapter_domains
 from grpo_megatron.checkpoints.retention import UNFINISHED
-from grpo_megatron.cli.run_commands import InJob, Overrides, Recipe, flag, runs_beside
+from grpo_megatron.cli.run_commands import (
+    InJob,
+    Overrides,
+    Recipe,
+    flag,
+    print_advice,
+    runs_beside,
+)
 from grpo_megatron.config.evaluated_share import UNSCORABLE, share_of
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
 from grpo_megatron.errors import ConfigError
@@ -57,6 +64,7 @@ def evaluate(
     run = RunDir(resolved.run_path)
     if overwrite:
         refuse_to_replace_another_kind(run)
+    print_advice(resolved.config)
     code = local.train(resolved, overwrite=overwrite, in_job=in_job)
     if code == 0:
         typer.echo(f"all figures: {run.result}")

@@ -103,13 +103,15 @@ def resume(
     """Continue a run from its newest checkpoint; one that was submitted, as a job again."""
     check_run(run)
     from grpo_megatron.launch import local, slurm
+    from grpo_megatron.plan.resolve import resolve_run
 
     if (RunDir(run).slurm / "train.sbatch").exists() and not in_job and not here:
-        check = partial(refuse_unbound, skip_reward_check=skip_reward_check)
+        check = partial(_check_resumed, skip_reward_check=skip_reward_check)
         typer.echo(slurm.resume(run, overrides or [], check))
         return
     if skip_reward_check:
         warn_unchecked_rewards()
+    print_advice(resolve_run(RunDir(run).config, overrides or []).config)
     code = local.resume(run, overrides or [], in_job=in_job, skip_reward_check=skip_reward_check)
     raise typer.Exit(code)
 
@@ -139,7 +141,7 @@ def submit(
             remedy="a number, as submit prints it; it is empty where that submit failed",
         )
     resolved = resolve(recipe, overrides or [])
-    print_advice(resolved.config)
+    print_advice(resolved.config, coming=after is not None)
     if dry_run:
         typer.echo(slurm.render(resolved, site))
         return
@@ -169,18 +171,28 @@ def refuse_unbound(config: Any, *, skip_reward_check: bool) -> None:
     refuse_unfit_data(config)
 
 
-def print_advice(config: Any) -> None:
-    """Say on stderr what is unusual in a valid recipe, a line each."""
+def _check_resumed(config: Any, *, skip_reward_check: bool) -> None:
+    """Say what is unusual in the settings of a job that goes on, and refuse what `refuse_unbound`
+    does."""
+    print_advice(config)
+    refuse_unbound(config, skip_reward_check=skip_reward_check)
+
+
+def print_advice(config: Any, *, stage: str = "", coming: bool = False) -> None:
+    """Say on stderr what is unusual in a valid recipe, a line each.
+
+    stage: of a graph, whose recipe it is; coming: as `advice_for` takes it."""
     from grpo_megatron.config.problems import as_toml
     from grpo_megatron.data.format_advice import advice_on_formats
     from grpo_megatron.plan.advice import advice_for
 
-    for unusual in advice_for(config):
-        typer.echo(
-            f"warning: {unusual.key} = {as_toml(unusual.value)}: {unusual.message}", err=True
-        )
-    for advice in advice_on_formats(config):
-        typer.echo(f"warning: {advice}", err=True)
+    lines = []
+    for unusual in advice_for(config, coming=coming):
+        lines.append(f"{unusual.key} = {as_toml(unusual.value)}: {unusual.message}")
+    lines += advice_on_formats(config)
+    place = f"stage {stage}: " if stage else ""
+    for line in lines:
+        typer.echo(f"warning: {place}{line}", err=True)
 
 
 def warn_unchecked_rewards() -> None:

@@ -1,15 +1,24 @@
 """`stages run`, `submit`, `status`, `resume`: graphs of stages."""
 
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from grpo_megatron.cli.inspect_commands import print_table
-from grpo_megatron.cli.run_commands import Site, SkipRewardCheck, flag, warn_unchecked_rewards
+from grpo_megatron.cli.run_commands import (
+    Site,
+    SkipRewardCheck,
+    flag,
+    print_advice,
+    warn_unchecked_rewards,
+)
 from grpo_megatron.config.evaluated_share import share_of
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_megatron.stages.graph import Graph as LoadedGraph
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,7 +67,23 @@ def submit(graph: Graph, site: Site, skip_reward_check: SkipRewardCheck = False)
 
     if skip_reward_check:
         warn_unchecked_rewards()
-    submit_graph(load_graph(graph), site, typer.echo, check_rewards=not skip_reward_check)
+    loaded = load_graph(graph)
+    _print_advice(loaded)
+    submit_graph(loaded, site, typer.echo, check_rewards=not skip_reward_check)
+
+
+def _print_advice(graph: "LoadedGraph") -> None:
+    """Say on stderr what is unusual in the recipes of the stages that are to be run."""
+    from grpo_megatron.stages.records import Records, State
+
+    records = Records(graph)
+    for name in graph.order:
+        stage = graph.table.stages[name]
+        if stage.recipe is None or records.state(name) is State.DONE:
+            continue
+        coming = any(records.state(parent) is not State.DONE for parent in stage.parents)
+        with graph.errors_of(name):
+            print_advice(graph.resolve(name).config, stage=name, coming=coming)
 
 
 @app.command()

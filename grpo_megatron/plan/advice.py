@@ -36,9 +36,18 @@ ADVICE = RuleSet()
 """Their checks take the run."""
 
 
-def advice_for(config: RunConfig) -> list[Violation]:
-    """Return what is unusual in a valid recipe, with what is usual."""
-    return list(ADVICE.violations(config, config=config))
+_OF_INPUTS = "newest_export"
+
+
+def advice_for(config: RunConfig, *, coming: bool = False) -> list[Violation]:
+    """Return what is unusual in a valid recipe, with what is usual.
+
+    coming: runs that are to end first write inputs of this one: nothing is said of how old these
+    are. Of a model that is not there yet, nothing is said that goes by its size."""
+    found = list(ADVICE.violations(config, config=config))
+    if coming:
+        found = [violation for violation in found if violation.rule != _OF_INPUTS]
+    return found
 
 
 @ADVICE.rule("usual_learning_rate")
@@ -48,7 +57,7 @@ def learning_rate_is_a_published_one(config: RunConfig) -> Violation | None:
     rate = config.optimizer.lr
     if config.kind != "rl" or config.num_steps == 0 or low <= rate <= high:
         return None
-    if rate > high and num_parameters(config) < _TINY_MODEL:
+    if rate > high and not _is_large(config):
         return None
     nearest = low
     if rate > high:
@@ -60,7 +69,7 @@ def learning_rate_is_a_published_one(config: RunConfig) -> Violation | None:
     )
 
 
-@ADVICE.rule("newest_export")
+@ADVICE.rule(_OF_INPUTS)
 def exports_are_the_newest(config: RunConfig) -> list[Violation]:
     """Warn of what a run exported before it was trained further."""
     found = []
@@ -104,8 +113,10 @@ def warmups_end(config: RunConfig) -> list[Violation]:
 @ADVICE.rule("vision_tower")
 def images_are_guessed_in_plans(config: RunConfig) -> Violation | None:
     """Warn of what a plan does not know of the images of a model that sees."""
+    if _is_to_come(config):
+        return None
     hf, _ = configuration_of(config.model)
-    if "vision_config" not in hf or num_parameters(config) < _TINY_MODEL:
+    if "vision_config" not in hf or not _is_large(config):
         return None
     return Violation(
         "model.path",
@@ -337,7 +348,7 @@ def staleness_is_a_published_one(config: RunConfig) -> list[Violation]:
         ]
     found = []
     rate = config.optimizer.lr
-    if rate > known.max_learning_rate and num_parameters(config) >= _TINY_MODEL:
+    if rate > known.max_learning_rate and _is_large(config):
         found.append(
             Violation(
                 "optimizer.lr",
@@ -367,8 +378,16 @@ def _prompts_for(config: RunConfig, samples: int) -> int:
     return -(-needed // config.batch.num_samples_per_prompt)
 
 
-def num_parameters(config: RunConfig) -> int:
-    """Return parameters of the model, without those that are not trained (multi-token
+def _is_to_come(config: RunConfig) -> bool:
+    """Whether another run is yet to write the model."""
+    path = config.model.path
+    return path is not None and not path.exists()
+
+
+def _is_large(config: RunConfig) -> bool:
+    """Whether the model is known to be no tiny one, without what is not trained of it (multi-token
     prediction)."""
+    if _is_to_come(config):
+        return False
     whole = whole_model(config)
-    return sum(weight.numel for weight in weights_of_chunk(whole, 0, 0))
+    return sum(weight.numel for weight in weights_of_chunk(whole, 0, 0)) >= _TINY_MODEL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -13,8 +14,11 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config.gates import refuse_absent_runs
 from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.errors import DataError
+from grpo_megatron.launch import slurm
 from grpo_megatron.plan.resolve import refuse_missing, resolve
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.stages import runner
+from grpo_megatron.stages.records import Records
 
 RECIPE = "demo/gspo-moe-cpu"
 
@@ -63,6 +67,85 @@ def test_train_warns_of_a_format_that_the_chat_template_does_not_write(calls, ca
     assert main(["train", "demo/agent-calculator-cpu", setting]) == 0
     assert 'tool_format = "glm45": the chat template writes' in capsys.readouterr().err
     assert len(calls) == 1
+
+
+UNUSUAL = "optimizer.lr=1e-8"
+WARNING = "warning: optimizer.lr = 1e-08: published RL"
+
+
+def test_resume_warns_of_unusual_values(calls, capsys):
+    make_run("demo")
+    assert main(["resume", "runs/demo", UNUSUAL]) == 5
+    assert capsys.readouterr().err.startswith(WARNING)
+    assert calls == [("resume", Path("runs/demo"), [UNUSUAL])]
+
+
+def test_resume_of_a_job_warns_of_unusual_values(calls, capsys, monkeypatch):
+    make_run("demo")
+    run = RunDir(Path("runs/demo"))
+    run.slurm.mkdir()
+    (run.slurm / "train.sbatch").write_text("")
+    monkeypatch.setattr(slurm, "submit_again", lambda run_dir: "7")
+    assert main(["resume", "runs/demo", UNUSUAL, "--skip-reward-check"]) == 0
+    found = capsys.readouterr()
+    assert found.out == "7\n" and found.err.count(WARNING) == 1
+    assert calls == []
+
+
+def test_eval_warns_of_unusual_values(calls, capsys, monkeypatch):
+    monkeypatch.setattr(grpo_megatron.launch.local, "train", lambda *_, **__: 5)
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    settings = [
+        "model.path=null",  # of which sizes would be read
+        "model.preset=tiny-qwen3-moe-agent",
+        "domains.0.environment.tool_format=glm45",
+    ]
+    assert main(["eval", "demo/agent-calculator-cpu", "model", *settings]) == 5
+    assert 'tool_format = "glm45": the chat template writes' in capsys.readouterr().err
+
+
+OF_STAGES = """
+name = "tiny"
+
+[stages.base]
+recipe = "stages/tiny-base"
+settings = ["objective.sapo_tau_positive=0.5"]
+
+[stages.one]
+recipe = "stages/tiny-expert"
+inputs = { "model.path" = "base" }
+settings = ["optimizer.lr=1e-8"]
+
+[stages.two]
+recipe = "stages/tiny-expert"
+inputs = { "model.path" = "base" }
+settings = ["optimizer.lr=1e-2"]
+
+[stages.final]
+export = "one"
+dtype = "bfloat16"
+"""
+
+
+def test_submitting_stages_warns_of_unusual_values(tmp_path, capsys, monkeypatch):
+    """Of the stages that are to be run; the model of all but the first is yet to come."""
+    monkeypatch.chdir(tmp_path)
+    Path("graph.toml").write_text(OF_STAGES)
+    submitted = []
+    monkeypatch.setattr(runner, "submit_graph", lambda graph, *_, **__: submitted.append(graph))
+    assert main(["stages", "submit", "graph.toml", "--site", "bare"]) == 0
+    base, one = capsys.readouterr().err.splitlines()
+    assert base.startswith("warning: stage base: objective.sapo_tau_positive = 0.5: it has no")
+    assert one.startswith("warning: stage one: optimizer.lr = 1e-08: published RL")
+    [graph] = submitted
+    Records(graph).begin("base")
+    graph.run_dir("base").export.mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[1] / "stages/config.json", graph.run_dir("base").export)
+    write_resolved(graph.run_dir("base").config, graph.resolve("base"))
+    graph.run_dir("base").earlier_result.write_text("{}")  # it goes on: `one` is to wait for it
+    assert main(["stages", "submit", "graph.toml", "--site", "bare"]) == 0
+    assert "stage one: model.path" not in capsys.readouterr().err
 
 
 def test_resume_if_exists(calls):
