@@ -285,6 +285,49 @@ def test_curves_are_broken_where_steps_are_missing(browser, tmp_path):
     assert browser.run(read, ["ArrowLeft"]).startswith("layer 0, step 2: 0")
 
 
+def change_metrics(run_dir, changed: dict[int, dict], absent: dict[int, str]) -> None:
+    """Set values of steps, and remove the metrics of others that begin with a text."""
+    lines = []
+    for line in run_dir.metrics.read_text().splitlines():
+        record = json.loads(line)
+        step = record["step"]
+        prefix = absent.get(step)
+        if prefix is not None:
+            record = {name: value for name, value in record.items() if not name.startswith(prefix)}
+        lines.append(json.dumps(record | changed.get(step, {})) + "\n")
+    run_dir.metrics.write_text("".join(lines))
+
+
+def test_curves_are_broken_where_steps_lack_a_metric(browser, tmp_path):
+    """Nothing was correct there, or nothing could be scored: no value lies between its neighbours'.
+    No value is missing, so none is counted as not finite."""
+    run_dir = write_run(tmp_path / "run", 7, stored=0)
+    change_metrics(run_dir, {}, {2: "policy/", 5: "policy/"})
+    plots = plots_of(browser, write_report(str(run_dir.root)))
+    assert plots["Entropy"]["curves"] == 2 and plots["Entropy"]["points"] == 1  # 0-1, 3-4, 6
+    assert plots["Entropy"]["notes"] == []
+    assert plots["Gradient norm"]["curves"] == 1
+
+
+@pytest.mark.parametrize("counts_unscorable", [True, False])
+def test_curves_of_evaluations_go_on_over_steps_that_were_not_evaluated(
+    browser, tmp_path, counts_unscorable
+):
+    """And end where one could score nothing. Earlier versions did not count that."""
+    run_dir = write_run(tmp_path / "run", 9, stored=0)
+    changed = {step: {"evaluation/accuracy": 0.1 * step} for step in (0, 2, 4, 6, 8)}
+    pieces = 1
+    if counts_unscorable:
+        for values in changed.values():
+            values["evaluation/unscorable"] = 0.0
+        del changed[4]["evaluation/accuracy"]
+        pieces = 2
+    change_metrics(run_dir, changed, dict.fromkeys(range(9), "evaluation/"))
+    found = plots_of(browser, write_report(str(run_dir.root)))["Accuracy"]
+    others = 2  # pass_at_1, pass_at_group
+    assert found["curves"] == others + pieces and found["points"] == 0
+
+
 def test_thinned_curves_are_broken_where_steps_are_missing(browser, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_megatron.stages.run_report.CURVE_POINTS", 4)
     run_dir = write_run(tmp_path / "run", 12, stored=0)

@@ -33,6 +33,15 @@ const CHARTS = [
 /** Points [step, value] of a metric, from the columns of a run; absent ones ("") are left out. */
 const pointsOf = (run, name) => run.metrics[name].map((value, i) => [run.metrics.step[i], value]).filter(p => p[1] !== "");
 
+/** Points [step, value] of a metric's curve: null, which breaks it, where a step lacks the metric.
+ *  Few steps are evaluated: curves of evaluations go on over the others. */
+function curveOf(run, name) {
+  const steps = run.metrics.step, values = run.metrics[name], counts = run.metrics["evaluation/unscorable"];
+  const isEvaluated = row => Boolean(counts) && counts[row] !== "";
+  const isWanted = row => values[row] !== "" || !name.startsWith("evaluation/") || isEvaluated(row);
+  return [...steps.keys()].filter(isWanted).map(row => [steps[row], values[row] === "" ? null : values[row]]);
+}
+
 /** Charts of a run, and a line for each that has no data. */
 function curvesOf(run) {
   const known = Object.keys(run.metrics), plots = [], absent = [];
@@ -43,7 +52,7 @@ function curvesOf(run) {
     for (const name of wanted) {
       const points = known.includes(name) ? pointsOf(run, name) : [];
       const finite = points.filter(p => isNumber(p[1])).length;
-      if (finite) series.push({ label: more && name.includes("@") ? name.split("@")[1] : name, points });
+      if (finite) series.push({ label: more && name.includes("@") ? name.split("@")[1] : name, points: curveOf(run, name) });
       if (!points.length) absent.push(`${title}: the run has no metric ${name}.`);
       else if (!finite) absent.push(`${title}: no value of ${name} is finite (${points.length} skipped).`);
       else if (finite < points.length) notes.push(`${points.length - finite} of ${points.length} values of ${name} are not finite: skipped.`);
@@ -62,7 +71,7 @@ function otherMetric(run) {
   if (!names.length) return null;
   const place = el("div", { class: "grid" });
   const select = el("select", { change: () => place.replaceChildren(
-    ...(select.value ? [chart(select.value, [{ label: select.value, points: pointsOf(run, select.value) }], [], run.gaps)] : [])) },
+    ...(select.value ? [chart(select.value, [{ label: select.value, points: curveOf(run, select.value) }], [], run.gaps)] : [])) },
   el("option", { value: "" }, "choose one …"), names.map(name => el("option", null, name)));
   return el("div", null, el("p", null, el("label", null, `Any of ${names.length} metrics: `, select)), place);
 }
