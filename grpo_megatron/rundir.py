@@ -62,7 +62,7 @@ class RunDir:
     endpoints = _Entry("endpoints", by_attempt=True)  # addresses that processes publish
     progress = _Entry("progress", by_attempt=True)  # what each process is doing, see `progress`
     slurm = _Entry("slurm")  # the batch script and the job that runs it
-    stage_fingerprint = _Entry("stage")  # of what a stage of a graph began with here
+    stage_record = _Entry("stage")  # what a stage of a graph began with here
     model = _Entry("model")  # the initial Hugging Face checkpoint, when the run made it
     dataset = _Entry("dataset.jsonl")  # of rejection sampling
     experience = _Entry("experience.json")  # lessons of a run of kind experience, and its state
@@ -173,7 +173,7 @@ class RunDir:
         if not self.root.is_dir():
             return
         for path in self.root.iterdir():
-            if path in (self.lock, self.slurm, self.stage_fingerprint):
+            if path in (self.lock, self.slurm, self.stage_record):
                 continue
             if not path.is_dir() or any(path.iterdir()):
                 raise ConfigError(

@@ -66,7 +66,7 @@ def train(
         bool, flag("overwrite", "Delete the run of this name and start anew.")
     ] = False,
     in_job: InJob = False,
-    stage: Annotated[str, typer.Option("--stage", hidden=True)] = "",
+    stage: Annotated[Path | None, typer.Option("--stage", hidden=True)] = None,
 ) -> None:
     """Train from a recipe. The run directory is runs_dir/name."""
     from grpo_megatron.plan.resolve import resolve
@@ -82,13 +82,12 @@ def train(
     print_advice(resolved.config)
     from grpo_megatron.launch import local
 
+    record = ""
+    if stage is not None:
+        record = stage.read_text(encoding="utf-8")
     if resume_if_exists and _is_run(resolved.run_path):
-        raise typer.Exit(
-            local.resume(resolved.run_path, flags, in_job=in_job, stage_fingerprint=stage)
-        )
-    raise typer.Exit(
-        local.train(resolved, overwrite=overwrite, in_job=in_job, stage_fingerprint=stage)
-    )
+        raise typer.Exit(local.resume(resolved.run_path, flags, in_job=in_job, stage_record=record))
+    raise typer.Exit(local.train(resolved, overwrite=overwrite, in_job=in_job, stage_record=record))
 
 
 def resume(

@@ -59,6 +59,7 @@ from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import SETTINGS_TAKEN, append_event
+from grpo_megatron.telemetry.made_with import record_code
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors, make_mirrors
 from grpo_megatron.trainer.requests import (
@@ -115,6 +116,7 @@ class Run:
         if self.resources.preferences is not None:
             await self._prepare_preferences(self.resources.preferences)
         state = await self._restore()
+        record_code(self.run_dir.events)
         if state is None:
             state = await self._begin()
         if state is None:

@@ -15,6 +15,7 @@ from grpo_megatron.launch.local_gpus import refuse_absent_gpus
 from grpo_megatron.launch.resuming import resolve_resumed, settings_unless_refused
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.launch.stage_record import tell_changed_stage
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
 from grpo_megatron.plan.resolve import refuse_cpu_engine, refuse_missing
@@ -27,13 +28,14 @@ def train(
     *,
     overwrite: bool = False,
     in_job: bool = False,
-    stage_fingerprint: str = "",
+    stage_record: str = "",
 ) -> int:
     """Run a recipe; returns the exit code. ConfigError where the run exists, unless told to
     `overwrite` it, and where the engines of this machine cannot serve it; SetupError where it has
     no GPU and the recipe asks for some.
 
-    stage_fingerprint: of the graph's stage that it is, see `stages.records`; empty: of none."""
+    stage_record: text of that of the graph's stage that it is, see `stage_record`; empty: of
+    none."""
     run_dir = RunDir(resolved.run_path)
     refuse_missing(resolved.config)
     refuse_absent_runs(resolved.config.gates)
@@ -45,15 +47,15 @@ def train(
     with run_lock(run_dir):
         run_dir.refuse_existing(overwrite=overwrite)  # one that has begun since
         _clear(run_dir)
-        if stage_fingerprint:
-            write_atomically(run_dir.stage_fingerprint, stage_fingerprint)
+        if stage_record:
+            write_atomically(run_dir.stage_record, stage_record)
         return _run(resolved, run_dir, in_job)
 
 
 def _clear(run_dir: RunDir) -> None:
     """Remove a run. Killed meanwhile it leaves no stage that could go on, and until the end a run
     that may be replaced."""
-    run_dir.stage_fingerprint.unlink(missing_ok=True)
+    run_dir.stage_record.unlink(missing_ok=True)
     clear_directory(run_dir.root, kept=(run_dir.lock, run_dir.config))
     run_dir.config.unlink(missing_ok=True)
 
@@ -64,7 +66,7 @@ def resume(
     *,
     in_job: bool = False,
     skip_reward_check: bool = False,
-    stage_fingerprint: str = "",
+    stage_record: str = "",
 ) -> int:
     """Continue a run from its newest complete checkpoint; returns the exit code. ConfigError where
     no run is, which then gets no lock either; raises as `resolve_resumed`, and as `train` does for
@@ -73,13 +75,14 @@ def resume(
 
     in_job: what the recipe names is left to the controller, as the batch script, which this runs
     in, may be outside of the container that has it. skip_reward_check: so are rewards,
-    environments, objective and keys. stage_fingerprint: of the graph's stage that goes on, which is
-    not at its end whatever its result says; empty: whatever run there is goes on."""
+    environments, objective and keys. stage_record: text of that of the graph's stage that goes on,
+    which is not at its end whatever its result says; empty: whatever run there is goes on, and
+    where it is a stage that gets other settings, says what follows."""
     run_dir = RunDir(path)
     read_resolved(run_dir.config)
     with run_lock(run_dir):
-        if stage_fingerprint:
-            _refuse_another_stage(run_dir, stage_fingerprint)
+        if stage_record:
+            _refuse_another_stage(run_dir, stage_record)
         resolved = resolve_resumed(run_dir, overrides)
         has_checkpoint = bool(complete_steps(run_dir.checkpoints))
         refuse_missing(resolved.config, has_checkpoint=has_checkpoint)
@@ -94,16 +97,18 @@ def resume(
                 has_checkpoint=has_checkpoint,
             )
         record_first_settings(run_dir)
-        if stage_fingerprint:
+        if stage_record:
             run_dir.result.unlink(missing_ok=True)
         with settings_unless_refused(run_dir, overrides):
+            if not stage_record:
+                tell_changed_stage(run_dir, resolved)
             return _run(resolved, run_dir, in_job)
 
 
-def _refuse_another_stage(run_dir: RunDir, fingerprint: str) -> None:
+def _refuse_another_stage(run_dir: RunDir, record: str) -> None:
     """ConfigError where another process has begun another stage here since it was looked at."""
-    file = run_dir.stage_fingerprint
-    if not file.is_file() or file.read_text(encoding="utf-8") != fingerprint:
+    file = run_dir.stage_record
+    if not file.is_file() or file.read_text(encoding="utf-8") != record:
         raise ConfigError(
             "the stage that was to go on has been replaced meanwhile",
             where=str(run_dir.root),

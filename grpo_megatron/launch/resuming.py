@@ -13,6 +13,7 @@ from grpo_megatron.config.loader import ResolvedConfig, read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, GrpoMegatronError
 from grpo_megatron.files import write_atomically
+from grpo_megatron.launch.stage_record import put_back_stage, text_of_stage
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import SETTINGS_TAKEN, read_events
@@ -41,6 +42,7 @@ def settings_unless_refused(run_dir: RunDir, overrides: Sequence[str]) -> Iterat
 
     A run without a checkpoint has nothing that could refuse settings, and keeps them."""
     before = run_dir.config.read_text(encoding="utf-8")
+    stage_before = text_of_stage(run_dir)
     has_checkpoint = _newest_checkpoint(run_dir, read_resolved(run_dir.config).config) is not None
     num_events = len(read_events(run_dir.events))
 
@@ -52,6 +54,7 @@ def settings_unless_refused(run_dir: RunDir, overrides: Sequence[str]) -> Iterat
         if is_taken or not has_checkpoint or not is_changed:
             return ""
         write_atomically(run_dir.config, before)
+        put_back_stage(run_dir, stage_before)
         if not overrides:  # an older file was only written anew
             return ""
         return f"config.json is as it was, without {shlex.join(overrides)}"

@@ -20,6 +20,7 @@ from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError, RunLockedError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.resuming import resolve_resumed
+from grpo_megatron.launch.stage_record import put_back_stage, tell_changed_stage, text_of_stage
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
 from grpo_megatron.telemetry.metrics import in_short, readable_metrics
@@ -203,11 +204,14 @@ def resume(
         check(resolved.config)
         record_first_settings(run_dir)
         before = run_dir.config.read_text(encoding="utf-8")
+        stage_before = text_of_stage(run_dir)
+        tell_changed_stage(run_dir, resolved)
         write_resolved(run_dir.config, resolved)
         try:
             return submit_again(run_dir)
         except (ConfigError, SetupError):
             write_atomically(run_dir.config, before)
+            put_back_stage(run_dir, stage_before)
             raise
     return submit_again(run_dir)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpo_megatron
 from grpo_megatron import assets
 from grpo_megatron.config.run import RunConfig
 
@@ -19,7 +20,7 @@ def own_files(config: RunConfig) -> list[Path]:
     """Return modules below the current directory whose functions are named (rewards, environments,
     agents, parts of an objective), files among arguments and words of commands, and folders of
     images, in the order of their names. Installed packages are left out: the machine that submits
-    need not have them."""
+    need not have them. So is the library, also in its own checkout: it is not the user's."""
     found = set()
     for text in _texts(config.model_dump(mode="json", include={"domains", "objective"})):
         reference = _REFERENCE.fullmatch(text)
@@ -47,8 +48,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _module_files(name: str) -> list[Path]:
     """Return the file of a module below the current directory, or every Python file of a package
-    there; none of a module that lies elsewhere."""
+    there; none of a module that lies elsewhere, or is the library's."""
     package, *inner = name.split(".")
+    if package == grpo_megatron.__name__:
+        return []
     folder = Path(package)
     if (folder / "__init__.py").is_file() or (inner and folder.is_dir()):
         return list(folder.rglob("*.py"))

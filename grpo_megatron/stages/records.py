@@ -1,28 +1,22 @@
 """Which stages are done, and whether what they were made from is still the same."""
 
 import hashlib
-import json
+from collections.abc import Collection, Sequence
 from enum import StrEnum
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import grpo_megatron
+from grpo_megatron.config.changed_settings import ChangedSettings, changed_settings, read_values
 from grpo_megatron.config.gates import closed_gates, read_result
-from grpo_megatron.config.keys import dotted, leaves
-from grpo_megatron.config.loader import read_resolved
-from grpo_megatron.config.presets import load_preset
-from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.files import write_atomically
+from grpo_megatron.launch.stage_record import NO_INPUTS, StageRecord, read_stage_record
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.stages.graph import Graph, is_there
-from grpo_megatron.stages.own_files import own_files
+from grpo_megatron.stages.inputs import Inputs, present_inputs
+from grpo_megatron.telemetry.made_with import present_code, record_code, recorded_codes
 
-_NO_INPUTS = {"runs_dir", "telemetry", "gates"}
-"""Settings that change nothing in what a stage makes."""
 _MANY = 3
-"""Changed settings that are told by name."""
+"""Changes that are told by name."""
 
 
 class State(StrEnum):
@@ -36,13 +30,18 @@ class State(StrEnum):
 
 
 class Records:
-    """Fingerprints of stages as they were begun, each in its run directory, where whoever has the
-    run's lock writes it; whether one is finished the directory says too."""
+    """What stages were begun with, each in its run directory, where whoever has the run's lock
+    writes it; whether one is finished the directory says too.
 
-    def __init__(self, graph: Graph):
+    anew: stages that are not done, whatever they have, until they begin."""
+
+    def __init__(self, graph: Graph, anew: Collection[str] = ()):
         self.graph = graph
         self.directory = RunDir(graph.root / "records")
-        self._fingerprints: dict[str, str] = {}
+        self._anew = set(anew)
+        self._inputs: dict[str, Inputs] = {}
+        self._compared: dict[tuple[str, int, int], ChangedSettings] = {}
+        """By stage, and number and time of its configuration's file."""
 
     def state(self, name: str) -> State:
         """Say how far a stage is, which depends on its parents too."""
@@ -65,8 +64,13 @@ class Records:
 
     def is_unchanged(self, name: str) -> bool:
         """Whether the stage was begun with what it would begin with now."""
-        file = self.graph.run_dir(name).stage_fingerprint
-        return file.is_file() and file.read_bytes() == self.fingerprint(name).encode()
+        return self._has_begun(name) and self._problem(name) == "" and not self._changes(name)
+
+    def _has_begun(self, name: str) -> bool:
+        """Whether the graph has begun it, with a configuration where it needs one."""
+        run_dir = self.graph.run_dir(name)
+        is_run = self.graph.table.stages[name].recipe is not None
+        return run_dir.stage_record.is_file() and (run_dir.config.is_file() or not is_run)
 
     def _has_ended(self, name: str) -> bool:
         return self.is_unchanged(name) and self.graph.run_dir(name).result.exists()
@@ -88,11 +92,44 @@ class Records:
 
     def begin(self, name: str) -> None:
         """Record what a stage begins with that has no process yet; the result that it may have is
-        gone. What else is there must be of this fingerprint, or be made anew whatever is there."""
+        gone. What else is there must be of this record, or be made anew whatever is there."""
         run_dir = self.graph.run_dir(name)
-        run_dir.result.unlink(missing_ok=True)  # no longer of this fingerprint
+        run_dir.result.unlink(missing_ok=True)  # no longer of this record
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir.stage_fingerprint, self.fingerprint(name))
+        write_atomically(run_dir.stage_record, self._new_record(name).text)
+        self.has_begun_anew(name)
+
+    def begin_merge(self, name: str) -> None:
+        """Do what `begin` does, and record the code that makes it."""
+        self.begin(name)
+        events = self.graph.run_dir(name).events
+        events.unlink(missing_ok=True)
+        record_code(events)
+
+    def go_on(self, name: str) -> None:
+        """Have a stage go on that has no process yet: it is not at its end whatever it has."""
+        self.graph.run_dir(name).result.unlink(missing_ok=True)
+
+    def has_begun_anew(self, name: str) -> None:
+        """Note that a stage which was to begin anew has done so, or was refused."""
+        self._anew.discard(name)
+
+    def text_for_run(self, name: str, *, goes_on: bool) -> str:
+        """Return the record that a stage's run is to write when it begins, or is to find when it
+        goes on."""
+        if goes_on:
+            return self.graph.run_dir(name).stage_record.read_text(encoding="utf-8")
+        return self._new_record(name).text
+
+    def _new_record(self, name: str) -> StageRecord:
+        inputs = self.inputs(name)
+        return StageRecord(
+            preset=inputs.preset,
+            files={path: stamp.digest for path, stamp in inputs.files.items()},
+            parts=inputs.parts,
+            dtype=inputs.dtype,
+            parents={parent: self._identity(parent) for parent in self._sources(name)},
+        )
 
     def result(self, name: str) -> dict[str, Any]:
         """Return the values of `result.json`; empty before the stage's end, and where it is one of
@@ -102,23 +139,21 @@ class Records:
         return read_result(self.graph.run_dir(name).root)
 
     def changed_since(self, name: str) -> str:
-        """Return in what a stage that has begun differs from what it would be now: settings, or
-        something else; empty where it has not begun or is the same."""
-        run_dir = self.graph.run_dir(name)
-        if self.is_unchanged(name) or not run_dir.has_run:
+        """Return in what a stage that has begun differs from what it would be now; empty where it
+        has not begun or is the same."""
+        if name in self._anew:
+            return "as asked for"
+        if not self._has_begun(name):
+            if self.graph.run_dir(name).has_run:
+                return "the graph did not begin the run that is there"
             return ""
-        now = _settings(self.graph.resolve(name).config)
-        try:
-            then = _settings(read_resolved(run_dir.config).config)
-        except ConfigError:
-            return "another release began it, or its config.json is damaged"
-        keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-        if not keys:
-            return "a file, code, or what it builds on has changed"
-        told = ", ".join(keys[:_MANY])
-        if len(keys) > _MANY:
-            told += f" and {len(keys) - _MANY} more"
-        return f"changed: {told}"
+        problem = self._problem(name)
+        if problem:
+            return problem
+        changes = self._changes(name)
+        if not changes:
+            return ""
+        return f"changed: {_few(changes)}"
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""
@@ -127,63 +162,146 @@ class Records:
             return []
         return closed_gates(self.graph.gates(name), result)
 
-    def fingerprint(self, name: str) -> str:
-        """Return the fingerprint of a stage's settings, files and code, and of what it builds on;
-        its gates may change."""
-        if name in self._fingerprints:
-            return self._fingerprints[name]
-        graph = self.graph
-        stage = self.graph.table.stages[name]
-        known: dict[str, Any] = {
-            "code": _code(),
-            "stage": stage.model_dump(mode="json", exclude={"gates"}),
-            "parts": list(stage.parts.items()),  # the first one decides on dtype and other files
-            "parents": {source: self.fingerprint(source) for source in stage.sources},
-        }
-        if stage.recipe is not None:
-            config = graph.resolve(name).config
-            known["config"] = config.model_dump(mode="json", exclude=_NO_INPUTS)
-            made = {graph.input(key, parent) for key, parent in stage.inputs.items()}
-            known["preset"] = config.model.preset and load_preset(config.model.preset).file.values
-            files = {}
-            for path in [*config.input_paths.values(), *own_files(config)]:
-                if path not in made:
-                    files[str(path)] = _stamp(path)
-            known["files"] = files
-        text = json.dumps(known, sort_keys=True).encode()
-        self._fingerprints[name] = hashlib.sha256(text).hexdigest()
-        return self._fingerprints[name]
+    def notes(self, name: str) -> list[str]:
+        """Return what is to be known of a stage that counts as unchanged: that other code has made
+        it, that some of its steps had other settings, or that its record says less than one of
+        today."""
+        run_dir = self.graph.run_dir(name)
+        if not self.is_unchanged(name):
+            return []
+        notes = []
+        record = read_stage_record(run_dir)
+        if record is not None and record.format == 1:
+            notes.append(
+                "recorded by an earlier release, without its code: its settings are the same, and "
+                "no file is newer"
+            )
+        notes += self._notes_on_code(name)
+        earlier = self._settings_of_earlier_steps(name)
+        if earlier:
+            notes.append(f"its first steps had another {_few(earlier)}")
+        return notes
 
+    def _notes_on_code(self, name: str) -> list[str]:
+        now = present_code()
+        codes = recorded_codes(self.graph.run_dir(name).events)
+        others = [str(code) for code in codes if code != now]
+        if not others:
+            return []
+        share = ""
+        if len(others) < len(codes):
+            share = " in part"
+        note = f"made{share} by other code: {' and '.join(others)}; now {now}"
+        defaults = self._settings(name).defaults
+        if defaults:
+            note += f", with another default of {_few(defaults)}"
+        return [note]
 
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of which a stage is made, by dotted key."""
-    values = config.model_dump(mode="json", exclude=_NO_INPUTS)
-    return {dotted(path): value for path, value in leaves(values)}
+    def _settings_of_earlier_steps(self, name: str) -> list[str]:
+        """Return settings with which a run has trained steps before it was resumed with others."""
+        run_dir = self.graph.run_dir(name)
+        earlier: dict[str, None] = {}
+        for file in sorted(run_dir.config_history.glob("step_*.json")):
+            try:
+                then, now = read_values(file), read_values(run_dir.config)
+            except ConfigError:  # `replay` names it
+                continue
+            changes = changed_settings(then, now, left_out=NO_INPUTS)
+            earlier.update(dict.fromkeys(changes.chosen))
+        return list(earlier)
 
+    def inputs(self, name: str) -> Inputs:
+        """Return what a stage would be made from now, but for other stages."""
+        if name not in self._inputs:
+            self._inputs[name] = present_inputs(self.graph, name)
+        return self._inputs[name]
 
-@cache
-def _code() -> str:
-    """Fingerprint of the library's source and data."""
-    digest = hashlib.sha256()
-    package = Path(grpo_megatron.__file__).parent
-    for file in sorted(package.rglob("*")):
-        if file.suffix not in (".py", ".toml", ".txt"):
-            continue
-        digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
-    return digest.hexdigest()
+    def _sources(self, name: str) -> list[str]:
+        return self.graph.table.stages[name].sources
 
+    def _identity(self, name: str) -> str:
+        """Return what tells a stage as it was begun from every other; empty where it was not."""
+        file = self.graph.run_dir(name).stage_record
+        if not file.is_file():
+            return ""
+        return hashlib.sha256(file.read_bytes()).hexdigest()
 
-def _stamp(path: Path) -> list[Any]:
-    """Names, sizes and times of a file, or of all files below a folder; 1 TB is not read."""
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-    elif path.exists():
-        files = [path]
-    else:
-        files = []
-    stamps = []
-    for file in files:
+    def _problem(self, name: str) -> str:
+        """Return why nobody can say what a stage that has begun was made from; empty: the files
+        say."""
+        if read_stage_record(self.graph.run_dir(name)) is None:
+            return "its file `stage` is damaged, or of a later release"
+        try:
+            self._settings(name)
+        except ConfigError:
+            return "its config.json is damaged"
+        return ""
+
+    def _settings(self, name: str) -> ChangedSettings:
+        """Return in which settings a stage that has begun differs from what it would have now.
+        ConfigError where its `config.json` is damaged."""
+        values = self.inputs(name).values
+        if values is None:
+            return ChangedSettings((), ())
+        file = self.graph.run_dir(name).config
         about = file.stat()
-        name = file.relative_to(path.parent).as_posix()
-        stamps.append([name, about.st_size, about.st_mtime_ns])
-    return stamps
+        key = (name, about.st_ino, about.st_mtime_ns)
+        if key not in self._compared:
+            then = read_values(file)
+            self._compared[key] = changed_settings(then, values, left_out=NO_INPUTS)
+        return self._compared[key]
+
+    def _changes(self, name: str) -> list[str]:
+        """Return what of a stage that has begun is another now, by name."""
+        if name in self._anew:
+            return ["everything, as asked for"]
+        record = read_stage_record(self.graph.run_dir(name))
+        assert record is not None  # `_problem` says so
+        changes = list(self._settings(name).chosen)
+        if record.format == 1:
+            changes += self._changes_after(name, record)
+        else:
+            changes += self._changes_since_record(name, record)
+        return changes
+
+    def _changes_since_record(self, name: str, record: StageRecord) -> list[str]:
+        changes = []
+        inputs = self.inputs(name)
+        if inputs.preset != record.preset:
+            changes.append("its model preset")
+        for path, stamp in inputs.files.items():
+            if record.files.get(path) != stamp.digest:
+                changes.append(path)
+        changes += [path for path in record.files if path not in inputs.files]
+        if (inputs.parts, inputs.dtype) != (record.parts, record.dtype):
+            changes.append("what it is made of")
+        for parent in self._sources(name):
+            if not self.is_unchanged(parent) or self._identity(parent) != record.parents.get(
+                parent
+            ):
+                changes.append(f"stage {parent}")
+        return changes
+
+    def _changes_after(self, name: str, record: StageRecord) -> list[str]:
+        """Return what has changed since an earlier release began a stage, whose record does not say
+        what that was: files that are newer, and stages that have begun after it."""
+        changes = []
+        begun_ns = self._begun_ns(name)
+        for path, stamp in self.inputs(name).files.items():
+            if stamp.newest_ns > begun_ns:
+                changes.append(path)
+        for parent in self._sources(name):
+            if not self.is_unchanged(parent) or self._begun_ns(parent) > begun_ns:
+                changes.append(f"stage {parent}")
+        return changes
+
+    def _begun_ns(self, name: str) -> int:
+        return self.graph.run_dir(name).stage_record.stat().st_mtime_ns
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many others there are."""
+    told = ", ".join(names[:_MANY])
+    if len(names) > _MANY:
+        told += f" and {len(names) - _MANY} more"
+    return told

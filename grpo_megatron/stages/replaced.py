@@ -47,11 +47,13 @@ class ReplacedStages:
         has."""
         run_dir = self._records.graph.run_dir(name)
         self._earlier[name] = _Earlier(_text(run_dir.result), goes_on)
-        if not goes_on:
-            self._records.directory.root.mkdir(parents=True, exist_ok=True)
-            remove_directory(self.place(name))  # of a stage that has begun since
-            if run_dir.root.exists():
-                run_dir.root.rename(self.place(name))
+        if goes_on:
+            self._records.go_on(name)
+            return
+        self._records.directory.root.mkdir(parents=True, exist_ok=True)
+        remove_directory(self.place(name))  # of a stage that has begun since
+        if run_dir.root.exists():
+            run_dir.root.rename(self.place(name))
         self._records.begin(name)
 
     def put_back(self, name: str) -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from grpo_megatron.errors import (
@@ -25,28 +25,36 @@ from grpo_megatron.stages.records import Records, State
 from grpo_megatron.stages.replaced import ReplacedStages
 
 
-def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = None) -> int:
+def run_graph(
+    graph: Graph,
+    say: Callable[[str], object],
+    only: str | None = None,
+    *,
+    anew: Collection[str] = (),
+) -> int:
     """Run every stage that is not done, parents first; a failed one stops its descendants only.
+
+    anew: stages that begin anew although they may be done, and so does what builds on them.
 
     Returns the exit code of the first that failed. Raises RunLockedError where another process
     runs the graph, ConfigError where the engines of this machine cannot serve a stage."""
     interrupts = InterruptForwarder()
     with interrupts.installed():
+        records = Records(graph, anew)
         if only:  # the run's own lock is enough
-            return _run_stages(graph, [only], say, interrupts)
-        records = Records(graph)
+            return _run_stages(records, [only], say, interrupts)
         with run_lock(records.directory):
             ReplacedStages(records).put_back_left()
-            return _run_stages(graph, graph.order, say, interrupts)
+            return _run_stages(records, graph.order, say, interrupts)
 
 
 def _run_stages(
-    graph: Graph,
+    records: Records,
     names: Sequence[str],
     say: Callable[[str], object],
     interrupts: InterruptForwarder,
 ) -> int:
-    records = Records(graph)
+    graph = records.graph
     _refuse_cpu_engine(graph, records, names)
     first_failure = 0
     for name in names:
@@ -54,7 +62,7 @@ def _run_stages(
             return INTERRUPTED_EXIT_CODE
         state = records.state(name)
         if state is State.DONE:
-            say(f"{name}: done and unchanged")
+            say(_done(name, records))
             continue
         if state is State.WAITING:
             say(_not_run_because_of(name, records, records.unfinished_parents(name)))
@@ -64,11 +72,14 @@ def _run_stages(
         changed = records.changed_since(name)
         if changed:
             told += f", anew ({changed})"
+        elif state is State.PARTIAL:
+            told += "; ".join([", goes on", *records.notes(name)])
         say(told)
         if state is State.GATED:
             code = GateError.exit_code
         else:
             code = _run_stage(graph, records, name, interrupts, resume=state is State.PARTIAL)
+            records.has_begun_anew(name)
         if code == INTERRUPTED_EXIT_CODE:
             return code
         if code:
@@ -76,6 +87,14 @@ def _run_stages(
             reasons = [f"failed with exit code {code}", *records.closed_gates(name)]
             say(f"{name}: " + "; ".join(reasons))
     return first_failure
+
+
+def _done(name: str, records: Records) -> str:
+    """Return what to say of a stage that is done."""
+    notes = records.notes(name)
+    if not notes:
+        return f"{name}: done and unchanged"
+    return f"{name}: done and unchanged, but {'; '.join(notes)}; --anew {name} makes it anew"
 
 
 def _not_run_because_of(name: str, records: Records, stages: Sequence[str]) -> str:
@@ -97,7 +116,10 @@ def _run_stage(
         return _merge(graph, records, name)
     command = [sys.executable, "-m", "grpo_megatron.cli.main", "train"]
     command += graph.recipe_arguments(name)
-    command += ["--stage", records.fingerprint(name)]
+    record = records.directory.root / f"{name}.json"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(record, records.text_for_run(name, goes_on=resume))
+    command += ["--stage", str(record.absolute())]
     if resume:
         command.append("--resume-if-exists")
     else:
@@ -116,7 +138,7 @@ def _merge(graph: Graph, records: Records, name: str) -> int:
     run_dir = graph.run_dir(name)
     try:
         with run_lock(run_dir):
-            records.begin(name)
+            records.begin_merge(name)
             merge_checkpoints(
                 {graph.part(text): weight for text, weight in stage.parts.items()},
                 run_dir.export,
@@ -133,15 +155,22 @@ def _merge(graph: Graph, records: Records, name: str) -> int:
 
 
 def submit_graph(
-    graph: Graph, site: str, say: Callable[[str], object], *, check_rewards: bool = False
+    graph: Graph,
+    site: str,
+    say: Callable[[str], object],
+    *,
+    check_rewards: bool = False,
+    anew: Collection[str] = (),
 ) -> dict[str, str]:
     """Submit a job for each stage that is not done, after its parents' jobs; returns job ids by
     stage. Jobs of stages that build on a failed one are cancelled by Slurm. Where it refuses a job,
     those before it are cancelled, and every stage has what it had.
 
+    anew: as of `run_graph`.
+
     Errors as by `slurm.submit`; before any job, what a stage's controller or trainer would raise of
     its problems and, where `check_rewards`, of its functions and keys."""
-    records = Records(graph)
+    records = Records(graph, anew)
     jobs: dict[str, str] = {}
     replaced = ReplacedStages(records)
     stopped: set[str] = set()
@@ -156,7 +185,7 @@ def submit_graph(
             state = records.state(name)
             parents = graph.table.stages[name].parents
             if state is State.DONE:
-                say(f"{name}: done and unchanged")
+                say(_done(name, records))
                 continue
             if state is State.GATED:
                 stopped.add(name)
@@ -169,7 +198,7 @@ def submit_graph(
                 continue
             after = [jobs[parent] for parent in parents if parent in jobs]
             try:
-                jobs[name] = _submit(graph, replaced, name, site, after)
+                jobs[name] = _submit(records, replaced, name, site, after)
             except GrpoMegatronError as error:
                 replaced.put_back(name)
                 _take_back(jobs, replaced, error)
@@ -230,11 +259,14 @@ def _refuse_what_stages_lack(graph: Graph, records: Records, *, check_rewards: b
                 refuse_unfit_data(config)
 
 
-def _submit(graph: Graph, replaced: ReplacedStages, name: str, site: str, after: list[str]) -> str:
+def _submit(
+    records: Records, replaced: ReplacedStages, name: str, site: str, after: list[str]
+) -> str:
+    graph = records.graph
     run_dir = graph.run_dir(name)
     stage = graph.table.stages[name]
     slurm.refuse_active(run_dir)
-    goes_on = Records(graph).is_unchanged(name) and run_dir.config.exists()
+    goes_on = records.is_unchanged(name) and run_dir.config.exists()
     replaced.begin(name, goes_on=goes_on)
     if goes_on:
         script = slurm.render(graph.resolve(name), site)

@@ -29,11 +29,11 @@ def calls(monkeypatch, tmp_path) -> list[tuple]:
     seen: list[tuple] = []
     fake = types.ModuleType("grpo_megatron.launch.local")
 
-    def train(resolved, *, overwrite=False, in_job=False, stage_fingerprint=""):
+    def train(resolved, *, overwrite=False, in_job=False, stage_record=""):
         seen.append(("train", resolved.config.name, resolved.config.seed, overwrite))
         return 0
 
-    def resume(run_dir, overrides, *, in_job=False, skip_reward_check=False, stage_fingerprint=""):
+    def resume(run_dir, overrides, *, in_job=False, skip_reward_check=False, stage_record=""):
         seen.append(("resume", run_dir, overrides))
         return 5
 

@@ -13,16 +13,17 @@ from grpo_megatron.config.history import settings_of_step
 from grpo_megatron.controller import run as run_module
 from grpo_megatron.controller.run import Run
 from grpo_megatron.controller.trainer_link import RunState
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import CheckpointError, DataError
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import SETTINGS_TAKEN, read_events
+from grpo_megatron.telemetry.made_with import present_code, recorded_codes
 from tests.controller.scored_groups import recipe
 
 AFTER_3 = RunState(step=3, updates=3, sampler={}, heldout_before=0.0, seconds=0.0)
 
 
 def attempt(run_dir: RunDir) -> Run:
-    resources = SimpleNamespace(dispatcher=None, rewards=None, judges=None)
+    resources = SimpleNamespace(dispatcher=None, rewards=None, judges=None, preferences=None)
     return Run(recipe(("p",), num_steps=6), run_dir, resources, lambda stopping: None, 0.0)
 
 
@@ -88,3 +89,25 @@ def test_a_run_that_trains_further_has_no_result(run_dir, monkeypatch, step):
     asyncio.run(attempt(run_dir)._train(state))
     kept = run_dir.earlier_result if step == 3 else run_dir.result
     assert kept.read_text() == "of an earlier end"
+
+
+def test_an_attempt_records_its_code_once_its_checkpoint_is_loaded(run_dir, monkeypatch):
+    async def is_damaged(self):
+        raise CheckpointError("all checkpoints are damaged")
+
+    async def is_loaded(self):
+        return AFTER_3
+
+    async def refuse(self, state):
+        raise DataError("the checkpoint's sampler does not fit this run")
+
+    monkeypatch.setattr(Run, "_train", refuse)
+    monkeypatch.setattr(Run, "_restore", is_damaged)
+    with pytest.raises(CheckpointError):
+        asyncio.run(attempt(run_dir).run())
+    assert recorded_codes(run_dir.events) == []
+    monkeypatch.setattr(Run, "_restore", is_loaded)
+    for _ in range(2):
+        with pytest.raises(DataError):
+            asyncio.run(attempt(run_dir).run())
+    assert recorded_codes(run_dir.events) == [present_code()]

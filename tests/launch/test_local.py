@@ -109,7 +109,7 @@ def stage_run(tmp_path, monkeypatch) -> RunDir:
     run_dir = RunDir(tmp_path / "demo")
     run_dir.create()
     write_resolved(run_dir.config, resolve("demo/gspo-moe-cpu", [f"runs_dir={tmp_path}"]))
-    run_dir.stage_fingerprint.write_text("before")
+    run_dir.stage_record.write_text("before")
     run_dir.result.write_text("{}")
     (run_dir.checkpoints / "file").touch()
     monkeypatch.setattr(local, "_run", lambda *_: 0)
@@ -117,14 +117,17 @@ def stage_run(tmp_path, monkeypatch) -> RunDir:
 
 
 def train_stage(run_dir: RunDir, *flags: str) -> int:
-    return main(
-        ["train", "demo/gspo-moe-cpu", f"runs_dir={run_dir.root.parent}", "--stage", *flags]
-    )
+    """Train with a record of this text, then flags."""
+    record, *others = flags
+    file = run_dir.root.parent / "record.json"
+    file.write_text(record)
+    runs = f"runs_dir={run_dir.root.parent}"
+    return main(["train", "demo/gspo-moe-cpu", runs, "--stage", str(file), *others])
 
 
 def test_a_stage_is_recorded_where_the_run_before_it_is_gone(stage_run):
     assert train_stage(stage_run, "after", "--overwrite") == 0
-    assert stage_run.stage_fingerprint.read_text() == "after"
+    assert stage_run.stage_record.read_text() == "after"
     assert not (stage_run.checkpoints / "file").exists()
 
 
@@ -133,7 +136,7 @@ def test_a_run_that_is_no_stage_replaces_one(stage_run):
         main(["train", "demo/gspo-moe-cpu", f"runs_dir={stage_run.root.parent}", "--overwrite"])
         == 0
     )
-    assert not stage_run.stage_fingerprint.exists()
+    assert not stage_run.stage_record.exists()
 
 
 def test_what_is_refused_leaves_a_stage_as_it_was(stage_run, monkeypatch):
@@ -145,7 +148,7 @@ def test_what_is_refused_leaves_a_stage_as_it_was(stage_run, monkeypatch):
     assert train_stage(stage_run, "before", "--resume-if-exists") == RewardError.exit_code
     with run_lock(stage_run):
         assert train_stage(stage_run, "after", "--overwrite") == RewardError.exit_code
-    assert stage_run.stage_fingerprint.read_text() == "before"
+    assert stage_run.stage_record.read_text() == "before"
     assert stage_run.result.exists() and (stage_run.checkpoints / "file").exists()
 
 
@@ -155,7 +158,7 @@ def test_a_stage_that_goes_on_is_the_one_that_began(stage_run, capsys):
     assert stage_run.result.exists()
     assert train_stage(stage_run, "before", "--resume-if-exists") == 0
     assert not stage_run.result.exists() and (stage_run.checkpoints / "file").exists()
-    stage_run.stage_fingerprint.unlink()  # by a run that is no stage
+    stage_run.stage_record.unlink()  # by a run that is no stage
     assert train_stage(stage_run, "before", "--resume-if-exists") == 2
     assert "has been replaced meanwhile" in capsys.readouterr().err
 
@@ -171,6 +174,6 @@ def test_a_run_that_was_half_removed_is_no_stage_and_can_be_replaced(stage_run, 
         killed.setattr(local, "clear_directory", is_killed)
         with pytest.raises(KeyboardInterrupt):
             local._clear(stage_run)
-    assert not stage_run.stage_fingerprint.exists()
+    assert not stage_run.stage_record.exists()
     assert train_stage(stage_run, "after", "--overwrite") == 0
-    assert stage_run.stage_fingerprint.read_text() == "after"
+    assert stage_run.stage_record.read_text() == "after"

@@ -28,7 +28,7 @@ from grpo_megatron.config.run import RUN_NAME
 from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, RunLockedError
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.plan.resolve import resolve
-from grpo_megatron.stages import records as records_module
+from grpo_megatron.stages import inputs as inputs_module
 from grpo_megatron.stages import runner
 from grpo_megatron.stages.interrupts import InterruptForwarder
 from grpo_megatron.stages.loading import load_graph
@@ -79,9 +79,16 @@ def changed(file: Path, old: str, new: str) -> Path:
 WITHOUT_TENSORS = (2).to_bytes(8, "little") + b"{}"
 
 
+def begin(graph, name: str) -> None:
+    """As if the stage had just started."""
+    Records(graph).begin(name)
+    if graph.table.stages[name].recipe is not None:
+        write_resolved(graph.run_dir(name).config, graph.resolve(name))
+
+
 def finish(graph, name: str, **accuracies: float) -> None:
     """As if the stage had run."""
-    Records(graph).begin(name)
+    begin(graph, name)
     run_dir = graph.run_dir(name)
     run_dir.export.mkdir(parents=True, exist_ok=True)
     shutil.copy(assets.root() / "tests" / "stages" / "config.json", run_dir.export)
@@ -251,7 +258,7 @@ def test_a_critic_begins_with_the_reward_model_of_an_earlier_stage(tmp_path):
     assert graph.levels() == [["scorer"], ["policy"]]
     critic = graph.resolve("policy").config.critic
     assert critic is not None and critic.path == graph.output("scorer")
-    assert Records(graph).fingerprint("policy")
+    assert Records(graph).inputs("policy").preset
     other = 'settings = ["model.preset=qwen3-8b", "trainer.expert_parallel_size=1"]'
     changed(
         file, 'recipe = "stages/tiny-reward-model"', f'recipe = "stages/tiny-reward-model"\n{other}'
@@ -373,7 +380,7 @@ def test_adapters_are_taken_from_beside_the_export(tmp_path):
     adapter = graph.run_dir("base").export.absolute().with_name("adapter")
     assert lora is not None and lora.path == adapter
     assert graph.input("model.path", "base") == graph.output("base")
-    assert Records(graph).fingerprint("again")
+    assert Records(graph).inputs("again").preset
 
 
 @pytest.mark.parametrize(
@@ -547,7 +554,7 @@ def test_an_evaluation_is_done_without_an_export(graph_file):
 def test_a_record_that_is_no_text_is_of_other_inputs(graph_file):
     graph = load_graph(graph_file)
     finish(graph, "base", plus=0.7)
-    graph.run_dir("base").stage_fingerprint.write_bytes(b"\xff\xfe\x00")
+    graph.run_dir("base").stage_record.write_bytes(b"\xff\xfe\x00")
     assert states(graph)["base"] == "ready"
 
 
@@ -576,7 +583,7 @@ def test_what_no_run_writes_as_its_result_is_damaged(graph_file, content, words)
 
 def test_a_stage_that_was_killed_goes_on_only_if_it_is_the_same(graph_file):
     graph = load_graph(graph_file)
-    Records(graph).begin("base")
+    begin(graph, "base")
     assert Records(graph).state("base") is State.PARTIAL
     changed(
         graph_file,
@@ -595,9 +602,9 @@ def test_a_stage_that_begins_again_has_no_result(graph_file):
         'recipe = "stages/tiny-base"',
         'recipe = "stages/tiny-base"\nsettings = ["seed=4"]',
     )
-    records = Records(load_graph(graph_file))
-    records.begin("base")
-    assert records.state("base") is State.PARTIAL
+    graph = load_graph(graph_file)
+    begin(graph, "base")
+    assert Records(graph).state("base") is State.PARTIAL
 
 
 def test_gates_of_a_recipe_hold_back_what_builds_on_it(graph_file):
@@ -619,20 +626,20 @@ def test_teachers_and_presets_are_what_a_stage_is_made_from(graph_file, tmp_path
         f"""kind=distil", 'distillation={{teachers=[{{path="{tmp_path}/teacher"}}]}}'""",
     )
     graph = load_graph(graph_file)
-    before = Records(graph).fingerprint("one")
+    before = Records(graph).inputs("one")
     (tmp_path / "teacher").mkdir()
-    hf = records_module.load_preset("tiny-qwen3-moe").hf
+    hf = inputs_module.load_preset("tiny-qwen3-moe").hf
     (tmp_path / "teacher" / "config.json").write_text(json.dumps(hf | {"vocab_size": 16}))
     (tmp_path / "teacher" / "model.safetensors").write_text("x")
-    assert Records(graph).fingerprint("one") != before
-    before = Records(graph).fingerprint("one")
+    assert Records(graph).inputs("one") != before
+    before = Records(graph).inputs("one")
     (tmp_path / "teacher" / "shards").mkdir()
     (tmp_path / "teacher" / "shards" / "1.safetensors").write_text("x")
-    assert Records(graph).fingerprint("one") != before
-    before = Records(graph).fingerprint("base")
+    assert Records(graph).inputs("one") != before
+    before = Records(graph).inputs("base")
     other = SimpleNamespace(file=SimpleNamespace(values={"tokenizer": {"alphabet": "ab"}}))
-    monkeypatch.setattr(records_module, "load_preset", lambda name: other)
-    assert Records(graph).fingerprint("base") != before
+    monkeypatch.setattr(inputs_module, "load_preset", lambda name: other)
+    assert Records(graph).inputs("base") != before
 
 
 OWN = """settings = [
@@ -656,11 +663,17 @@ def test_own_code_and_files_are_what_a_stage_is_made_from(
         (tmp_path / name).write_text("x = 1")
     changed(graph_file, 'recipe = "stages/tiny-base"', f'recipe = "stages/tiny-base"\n{OWN}')
     graph = load_graph(graph_file)
-    before = Records(graph).fingerprint("base")
+    finish(graph, "base", plus=0.7, minus=0.5)
     (tmp_path / "other.py").write_text("x = 22")
-    assert Records(graph).fingerprint("base") == before
+    assert Records(graph).is_unchanged("base")
     (tmp_path / edited).write_text("x = 22")
-    assert Records(graph).fingerprint("base") != before
+    assert Path(edited).name in Records(graph).changed_since("base")
+    finish(graph, "base", plus=0.7, minus=0.5)
+    (tmp_path / "own_package" / "more.py").write_text("")
+    assert Records(graph).changed_since("base") == "changed: own_package/more.py"
+    finish(graph, "base", plus=0.7, minus=0.5)
+    (tmp_path / "own_package" / "more.py").unlink()
+    assert Records(graph).changed_since("base") == "changed: own_package/more.py"
 
 
 def test_folders_of_images_are_what_a_stage_is_made_from(tmp_path):
@@ -710,10 +723,9 @@ def test_a_merge_leaves_its_job_alone(graph_file, monkeypatch):
 
 def test_submitting_keeps_what_was_begun_here(graph_file, monkeypatch):
     graph = load_graph(graph_file)
-    Records(graph).begin("base")
+    begin(graph, "base")
     run_dir = graph.run_dir("base")
     run_dir.checkpoints.mkdir(parents=True)
-    run_dir.config.write_text("{}")
     for name in ("VENV", "PARTITION"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setattr(runner.slurm, "submit_again", lambda run_dir, after: "7")
@@ -910,7 +922,8 @@ def test_a_stage_that_did_not_get_to_start_is_no_stage_that_goes_on(
     monkeypatch.setattr(runner.sys, "executable", str(fails))
     assert run_graph(graph, print, only="base") == 10
     given = (tmp_path / "fails.arguments").read_text().split()
-    assert given[-3:] == ["--stage", Records(graph).fingerprint("base"), "--overwrite"]
+    record = graph.root.absolute() / "records" / "base.json"
+    assert given[-3:] == ["--stage", str(record), "--overwrite"]
     assert states(load_graph(graph_file))["base"] == "ready"
     changed(graph_file, 'settings = ["seed=4"]', "")
     assert states(load_graph(graph_file))["base"] == "done"
@@ -973,15 +986,15 @@ def test_status_says_what_could_not_be_scored(graph_file, capsys, values, told):
     assert told in said and ("unknown" in said) == ("unknown" in told)
 
 
-def test_a_changed_file_is_told_too(graph_file, monkeypatch):
+def test_what_cannot_be_read_of_a_stage_is_told(graph_file):
     graph = load_graph(graph_file)
     finish(graph, "base", plus=0.7, minus=0.5)
-    write_resolved(graph.run_dir("base").config, graph.resolve("base"))
     assert Records(graph).changed_since("base") == ""
-    monkeypatch.setattr(records_module, "_code", lambda: "another release")
-    assert Records(graph).changed_since("base") == "a file, code, or what it builds on has changed"
     graph.run_dir("base").config.write_text('{"config": 1, "provenance": {}}')
-    assert "config.json is damaged" in Records(graph).changed_since("base")
+    assert Records(graph).changed_since("base") == "its config.json is damaged"
+    finish(graph, "base", plus=0.7, minus=0.5)
+    graph.run_dir("base").stage_record.write_text("{}x")
+    assert "`stage` is damaged" in Records(graph).changed_since("base")
 
 
 def test_a_merge_waits_for_nobody(graph_file, capfd):

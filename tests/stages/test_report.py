@@ -21,7 +21,7 @@ from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.batching.drift_file import SampleDrift, write_drift
 from grpo_megatron.cli.compare_plan import formula_lines
 from grpo_megatron.cli.main import main
-from grpo_megatron.config.loader import read_resolved
+from grpo_megatron.config.loader import read_resolved, write_resolved
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.plan.ppo import comparison_of
 from grpo_megatron.stages.explorer_coverage import explorer_coverage
@@ -56,7 +56,8 @@ def finished(tmp_path) -> Path:
     graph = load_graph(file)
     for name in ("base", "one", "two"):
         finish(graph, name, all=0.5, plus=0.7 if name != "one" else 0.5)
-        write_run(graph.run_dir(name).root, 4)
+        run_dir = write_run(graph.run_dir(name).root, 4, domains=("plus", "minus", "mixed"))
+        write_resolved(run_dir.config, graph.resolve(name))
     return file
 
 
