@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -156,15 +157,27 @@ def _refuse_mistyped(site: Path) -> None:
 
 def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> str:
     """Write the script and configuration of a new run and submit it, after the jobs `after`;
-    returns the job's id. RunLockedError where its job waits or runs; ConfigError where the run
-    exists, `site` is no good, or Slurm refuses it (a directory made for it is removed then)."""
+    returns the job's id. It takes the place of one that has recorded nothing, but for its logs.
+    RunLockedError where its job waits or runs, or somebody else writes it; ConfigError where the
+    run exists, `site` is no good, or Slurm refuses it (a directory made for it is removed then)."""
+    # imported here: it needs this module
+    from grpo_megatron.launch.unrecorded import clear_unrecorded, has_recorded_nothing
+
     run_dir = RunDir(resolved.run_path)
     refuse_active(run_dir)
-    if not run_dir.slurm.exists() or (run_dir.logs / "latest").exists():
-        # else its job never began
+    has_begun = not run_dir.slurm.exists() or (run_dir.logs / "latest").exists()
+    is_expendable = has_begun and has_recorded_nothing(run_dir)
+    if has_begun and not is_expendable:
         removal = shlex.join(["rm", "-r", str(run_dir.root)])
         run_dir.refuse_existing(replace_by=f"remove it: {removal}")
     script = render(resolved, site)
+    if is_expendable:
+        clear_unrecorded(run_dir)
+        print(
+            f"{run_dir.root} had recorded no step and begins anew; its logs stay",
+            file=sys.stderr,
+            flush=True,
+        )
     is_new = not run_dir.root.exists()
     try:
         with run_dir.written():

@@ -15,6 +15,7 @@ import pytest
 
 from grpo_megatron import assets
 from grpo_megatron.cli.main import main
+from grpo_megatron.config.history import record_settings
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.errors import ConfigError, SetupError, TrainerError
 from grpo_megatron.launch.roles import RANK_VARIABLES
@@ -875,10 +876,72 @@ def test_a_run_whose_job_never_began_is_submitted_anew(job_state, capsys):
     assert submit("seed=2") == 0
     Path("runs/demo/logs/1").mkdir()
     Path("runs/demo/logs/latest").symlink_to("1")
+    Path("runs/demo/metrics.jsonl").write_text('{"step": 0}\n')
     assert submit("seed=3") == 2
     said = capsys.readouterr().err
     assert "exists" in said and "rm -r " in said and "--overwrite" not in said
     assert '"seed": 2' in Path("runs/demo/config.json").read_text()
+
+
+@pytest.fixture
+def died_before_its_first_step(job_state) -> RunDir:
+    """The run of a job that began, and failed before it recorded anything."""
+    assert submit("seed=2") == 0
+    job_state.write_text("FAILED")
+    run_dir = RunDir(Path("runs/demo")).begin("7.0")
+    run_dir.model.mkdir()
+    (run_dir.logs / "controller.log").write_text("no route to host")
+    append_event(run_dir.events, "failed", exit_code=5, reason="no engine")
+    record_settings(run_dir, 0)
+    run_dir.metrics.touch()
+    return run_dir
+
+
+def test_a_run_that_recorded_nothing_is_submitted_anew(died_before_its_first_step, capsys):
+    run_dir = died_before_its_first_step
+    assert submit("seed=3") == 0
+    assert "had recorded no step and begins anew" in capsys.readouterr().err
+    assert '"seed": 3' in run_dir.config.read_text()
+    assert not run_dir.model.exists() and not run_dir.events.exists()
+    assert not run_dir.config_history.exists()
+    assert (run_dir.logs / "controller.log").read_text() == "no route to host"
+    assert submit("seed=4") == 0  # nor has that one
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        "checkpoints/step_000010/complete.json",
+        "checkpoints/cold_start/step_000002/complete.json",
+        "store/step_000000/manifest.json",
+        "samples/step_000000.jsonl",
+        "reference/scores.npz",
+        "export/config.json",
+        "result.json",
+        "metrics.jsonl",
+        "notes of mine.txt",
+    ],
+)
+def test_a_run_that_recorded_something_is_not(died_before_its_first_step, capsys, recorded):
+    file = died_before_its_first_step.root / recorded
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("something")
+    assert submit("seed=3") == 2
+    assert "rm -r " in capsys.readouterr().err
+    assert file.exists() and died_before_its_first_step.events.exists()
+
+
+def test_a_run_that_somebody_begins_is_not_replaced(died_before_its_first_step, capsys):
+    with run_lock(died_before_its_first_step):
+        assert submit("seed=3") == 9
+    assert "is being written by" in capsys.readouterr().err
+    assert died_before_its_first_step.events.exists()
+    assert '"seed": 2' in died_before_its_first_step.config.read_text()
+
+
+def test_a_wrong_site_costs_no_run_that_recorded_nothing(died_before_its_first_step, capsys):
+    assert main(["submit", "demo/gspo-moe-cpu", "--site", "bare_metl"]) == 2
+    assert died_before_its_first_step.events.exists()
 
 
 def test_a_resumed_job_is_the_one_of_its_script(job_state, capsys):
