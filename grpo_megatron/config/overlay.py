@@ -141,13 +141,12 @@ def _misplaced(
     if isinstance(node, list):
         rest = keys[len(path) + 1 :]
         valid = tuple(dotted((*path, index, *rest)) for index in range(min(len(node), 4)))
-        return ConfigProblem(
-            key,
-            f"{name} has {len(node)} element(s), counted from 0",
-            str(origin),
-            nearest=valid,
-            remedy=f"use an index that exists, or set the whole list: {name}=[…]",
-        )
+        message = f"{name} has {len(node)} element(s), counted from 0"
+        remedy = f"use an index that exists, or set the whole list: {name}=[…]"
+        if not node:
+            message = f"{name} has no elements"
+            remedy = f"set the whole list before: {name}=[…]"
+        return ConfigProblem(key, message, str(origin), nearest=valid, remedy=remedy)
     return ConfigProblem(
         key,
         f"{name} is a single value, not a table",

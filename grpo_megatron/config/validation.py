@@ -57,7 +57,8 @@ def valid(
     config, errors = _parse(overlay.tree)
     found = list(problems)
     for error in errors:
-        found.append(_problem_of(error, overlay))
+        if not _is_told(error, problems):
+            found.append(_problem_of(error, overlay))
     if errors:
         config, _ = _parse(_without(overlay.tree, [error["loc"] for error in errors]))
     if config is not None:
@@ -72,6 +73,14 @@ def valid(
             count += "s"
         raise InvalidConfigError(f"{count} in {source}; nothing was started", problems=found)
     return config
+
+
+def _is_told(error: Mapping[str, Any], problems: Sequence[ConfigProblem]) -> bool:
+    """Whether a list is missing or empty of which a problem says that it lacks an element."""
+    if error["type"] not in ("missing", "too_short"):
+        return False
+    place = dotted(error["loc"])
+    return any(problem.key.startswith(f"{place}.") for problem in problems)
 
 
 def _unsure_keys(errors: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -33,6 +33,20 @@ _MEASURED_BY_MERGES = ("seconds",)
 _OTHER_FILES = ("records", "report.html")
 """What a graph's directory has beside the runs of its stages."""
 _SET_BY_THE_GRAPH = ("name", "runs_dir")
+_VALUES = {
+    "name": "the name of a directory: ASCII letters, digits and . _ -, a letter or digit first",
+    "runs_dir": 'a path, for example runs_dir = "runs"',
+    "settings": 'a list of texts, for example settings = ["seed=1"]',
+    "stages": 'a table for each stage, for example [stages.base] with recipe = "stages/tiny-base"',
+    "recipe": "the path of a recipe, or the name of a shipped one",
+    "inputs": 'a table of keys and stages, for example inputs = { "model.path" = "base" }',
+    "gates": 'a list of texts, for example gates = ["eval.all.accuracy >= 0.5"]',
+    "merge": "a table of stages with numbers above 0, of which only the shares of their sum count, "
+    "for example merge = { first = 1, second = 3 }",
+    "export": "the name of a stage",
+    "dtype": "float32, bfloat16 or float16",
+}
+"""What fields of a graph and of its stages take."""
 _QUOTED = re.compile(r"'([^']*)'")
 _OUTPUTS = {"rejection_sample": "a data set", "experience": "lessons", "eval": "only numbers"}
 """By kind of stage; every other one gives a checkpoint."""
@@ -77,10 +91,13 @@ def _error_of_file(file: TomlFile, errors: Sequence[ErrorDetails]) -> ConfigErro
     key = str(path[-1])
     owner = "the graph"
     known = list(GraphFile.model_fields)
+    field = str(path[0])
     if path[0] == "stages" and len(path) > 1:
         owner = f"stage {path[1]}"
         known = list(Stage.model_fields)
-    remedy = f"{owner} has {', '.join(known)}"
+        field = "stages"
+        if len(path) > 2:
+            field = str(path[2])
     if error["type"] == "extra_forbidden":
         message = "unknown key"
         remedy = did_you_mean(key, known)
@@ -90,6 +107,7 @@ def _error_of_file(file: TomlFile, errors: Sequence[ErrorDetails]) -> ConfigErro
     else:
         choices = _QUOTED.findall(error.get("ctx", {}).get("expected", ""))
         message = in_words(error, choices)
+        remedy = f"{field} takes {_VALUES[field]}"
         if error["type"] == "tuple_type" and isinstance(error["input"], str):
             remedy = f"write {key} = {as_toml([error['input']])}"
     return ConfigError(f"{dotted(path)}: {message}", where=file.where(path), remedy=remedy)

@@ -50,6 +50,21 @@ def test_missing_keys_say_where_they_belong(write_recipe):
     assert problems["domains.1.source"].meaning
 
 
+@pytest.mark.parametrize("others", [[], ["distillation={teachers=[]}"]])
+def test_an_element_of_a_list_that_is_not_there_is_one_problem(others):
+    overrides = ["cold_start=null", "kind=distil", *others, "distillation.teachers.0.path=x"]
+    problems, _ = problems_of(DEMO, *overrides)
+    assert set(problems) == {"distillation.teachers.0.path"}
+    told = problems["distillation.teachers.0.path"]
+    assert told.message == "distillation.teachers has no elements"
+    assert told.remedy == "set the whole list before: distillation.teachers=[…]"
+
+
+def test_a_list_that_is_missing_for_itself_is_told():
+    problems, _ = problems_of(DEMO, "cold_start=null", "kind=distil", "distillation={}", "x.y=1")
+    assert "distillation.teachers" in problems
+
+
 def test_rules_about_misspelt_keys_are_not_guessed():
     problems, _ = problems_of(DEMO, "rollout.max_model_length=128", "rollout.max_new_tokens=100")
     assert set(problems) == {"rollout.max_model_length"}

@@ -1105,9 +1105,20 @@ def test_gates(text, seen):
         ("runs_dir =", 'settings = "seed=3"\nruns_dir =', "settings: must be a", '["seed=3"]'),
         ("inputs =", "input =", "stages.one.input: unknown key", "did you mean 'inputs'"),
         ("inputs =", "recpie = 1\ninputs =", "stages.one.recpie: unknown key", "'recipe'"),
-        ("inputs =", 'dtype = "float8"\ninputs =', "must be one of: float32, bf", "stage one has"),
-        ("one = 0.5", "one = 0", "stages.soup.merge.one: must be more than 0", "stage soup has"),
-        ("one = 0.5", 'one = "x"', "stages.soup.merge.one: ", "stage soup has recipe"),
+        (
+            "inputs =",
+            'dtype = "float8"\ninputs =',
+            "must be one of: float32, bf",
+            "dtype takes float32, bf",
+        ),
+        ("one = 0.5", "one = -1", "merge.one: must be more than 0", "with numbers above 0"),
+        ("one = 0.5", 'one = "x"', "stages.soup.merge.one: ", "merge takes a table of stages"),
+        ('recipe = "stages/tiny-base"', "recipe = 1", "base.recipe: must be text", "of a recipe"),
+        ('export = "soup"', "export = 1", "final.export: must be text", "the name of a stage"),
+        ('{ "model.path" = "base" }\nset', "1\nset", "inputs: must be a table", '"model.path"'),
+        ("[stages.base]", "[stages]\nx = 1\n[stages.base]", "stages.x: ", "for each stage"),
+        ('name = "tiny"', 'name = "a/b"', "name: must match", "name takes the name of a dir"),
+        ("[stages.base]", "settings = [1]\n[stages.base]", "settings.0: must be", '["seed=1"]'),
     ],
 )
 def test_a_wrong_key_of_a_graph_is_told_in_its_words(graph_file, old, new, message, remedy):
