@@ -18,7 +18,7 @@ from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.dataset_answers import DatasetAnswers, unsampled
 from grpo_megatron.data.preference_rows import PreferenceRow, preference_of
 from grpo_megatron.data.prompts import Splits, share, text_hash, tokenised
-from grpo_megatron.data.row_files import read_rows
+from grpo_megatron.data.row_files import Rows, read_rows
 from grpo_megatron.data.sources import is_of_domain, known_arguments
 from grpo_megatron.data.step_rows import (
     StepRow,
@@ -75,17 +75,21 @@ class RecordedAnswers:
 
 
 def read_preferences(
-    domain: DomainConfig, settings: PreferencesConfig
+    domain: DomainConfig, settings: PreferencesConfig, rows: Rows | None = None
 ) -> Iterable[PreferenceRow | StepRow]:
     """Yield the rows of a domain's file or folder, at most `domain.num_problems`, one after
     another, as the loss wants them.
+
+    rows: of its file, where somebody else reads it.
 
     Raises DataError for what is no preference, and where there is none."""
     path = domain.path
     assert path is not None  # rule domain_source
     arguments = known_arguments(domain, ("domain_field", "split"))
+    if rows is None:
+        rows = read_rows(path, arguments.get("split"))
     count = 0
-    for where, fields in read_rows(path, arguments.get("split")):
+    for where, fields in rows:
         if count == domain.num_problems:
             break
         if is_of_domain(domain, where, fields):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -134,13 +135,19 @@ def messages_of(problem: Problem, domain: DomainConfig) -> list[Message]:
     """Return what the chat template is given for a problem."""
     conversation = problem.metadata.get(MESSAGES)
     if conversation is None:
-        template = PromptTemplate(domain.question_template, where=f"[[domains]] {domain.name}")
+        template = _question_template(domain.question_template, f"[[domains]] {domain.name}")
         question = template.render(problem.question, problem.metadata)
         conversation = [{"role": "user", "content": question}]
     system_prompt = domain.system_prompt
     if system_prompt is not None and conversation[0]["role"] != "system":
         return [{"role": "system", "content": system_prompt}, *conversation]
     return list(conversation)
+
+
+@lru_cache(maxsize=64)
+def _question_template(text: str, where: str) -> PromptTemplate:
+    """Return the template of a domain's questions, of which it may have millions."""
+    return PromptTemplate(text, where=where)
 
 
 @contextmanager

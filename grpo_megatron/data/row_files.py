@@ -36,16 +36,48 @@ _JSON_KINDS = {
 _NOT_JSON = (ValueError, RecursionError)
 """What `json.loads` raises; the second where lists lie too deep within one another."""
 _NEWLINE = b"\n"
+_PARQUET = ".parquet"
+_ROWS_AT_ONCE = 1024
+"""Of a Parquet file that are made Python's together: images of more rows fill the memory."""
+_COUNTED_BYTES = 1 << 20
+"""Of a text file whose lines are counted, to guess how many it has."""
 _ABSENT = "it must be where the controller runs, also in a container"
 
 
-def read_rows(path: Path, split: str | None = None) -> Rows:
+def read_rows(path: Path, split: str | None = None, *, without: str = "") -> Rows:
     """Return every row of a file, or of a folder's files, in order of their names. Raises DataError
     with file and line for what cannot be read.
 
-    split: for a folder with several, for example "train"."""
+    split: for a folder with several, for example "train"; without: a field that need not be read:
+    rows of Parquet lack it where it has bytes, such as those of images."""
     for file in data_files(path, split):
-        yield from _READERS[file.suffix](file)
+        if file.suffix == _PARQUET:
+            yield from _parquet_rows(file, without)
+        else:
+            yield from _READERS[file.suffix](file)
+
+
+class ExpectedRows(NamedTuple):
+    """How many rows files have, before they are read."""
+
+    num_rows: int
+    is_exact: bool
+
+
+def expected_rows(path: Path, split: str | None = None) -> ExpectedRows | None:
+    """Return how many rows `read_rows` gives: as Parquet says, else guessed by the first lines of
+    the first file; None where nothing tells. Raises as `data_files`."""
+    files = data_files(path, split)
+    suffix = files[0].suffix
+    if suffix == _PARQUET:
+        return ExpectedRows(sum(map(_num_parquet_rows, files)), True)
+    with files[0].open("rb") as file:
+        beginning = file.read(_COUNTED_BYTES)
+    num_lines = beginning.count(_NEWLINE)
+    if suffix not in (".jsonl", ".csv") or num_lines == 0:
+        return None
+    num_bytes = sum(file.stat().st_size for file in files)
+    return ExpectedRows(round(num_bytes * num_lines / len(beginning)), False)
 
 
 def data_files(path: Path, split: str | None = None) -> list[Path]:
@@ -238,14 +270,25 @@ def _jsonl_rows(path: Path) -> Rows:
             yield where, fields
 
 
-def _parquet_rows(path: Path) -> Rows:
+def _num_parquet_rows(path: Path) -> int:
+    import pyarrow.parquet as pq
+
+    with _sound_parquet("unreadable Parquet file", path):
+        return int(pq.read_metadata(path).num_rows)
+
+
+def _parquet_rows(path: Path, without: str = "") -> Rows:
     import pyarrow.parquet as pq
 
     with _sound_parquet("unreadable Parquet file", path):
         file = pq.ParquetFile(path, page_checksum_verification=True)
     with file:
-        _refuse_repeated_columns(str(path), file.schema_arrow.names)
-        batches = file.iter_batches()
+        schema = file.schema_arrow
+        _refuse_repeated_columns(str(path), schema.names)
+        columns = None
+        if without in schema.names and _holds_bytes(schema.field(without).type):
+            columns = [name for name in schema.names if name != without]
+        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns)
         number = 0
         while True:
             with _sound_parquet("unreadable Parquet file", path):
@@ -256,6 +299,16 @@ def _parquet_rows(path: Path) -> Rows:
                 number += 1
                 yield f"{path}:row {number}", fields
         _require_all_rows(path, file.metadata, number)
+
+
+def _holds_bytes(kind: "pa.DataType") -> bool:
+    """Whether values of a column, or parts of them, are bytes."""
+    import pyarrow as pa
+
+    is_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    if any(is_of(kind) for is_of in is_bytes):
+        return True
+    return any(_holds_bytes(kind.field(number).type) for number in range(kind.num_fields))
 
 
 def _require_all_rows(path: Path, metadata: "pq.FileMetaData", number: int) -> None:
@@ -437,7 +490,7 @@ def _refuse_repeated_columns(where: str, names: Sequence[str]) -> None:
 
 
 _READERS: dict[str, Callable[[Path], Rows]] = {
-    ".parquet": _parquet_rows,
+    _PARQUET: _parquet_rows,
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,

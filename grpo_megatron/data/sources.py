@@ -23,11 +23,15 @@ def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
     return list(iterate_problems(domain, seed))
 
 
-def iterate_problems(domain: DomainConfig, seed: int) -> Iterator[Problem]:
-    """Yield the problems of one domain, one after the other: nothing is read ahead."""
+def iterate_problems(
+    domain: DomainConfig, seed: int, rows: Rows | None = None
+) -> Iterator[Problem]:
+    """Yield the problems of one domain, one after the other: nothing is read ahead.
+
+    rows: of its file, where that has one and somebody else reads it."""
     where = f"[[domains]] {domain.name}"
     if domain.source == "file":
-        return _of_file(domain)
+        return _of_file(domain, rows)
     if domain.source == "shapes":
         return shape_problems(domain, seed)
     return _of_gym(domain, seed, where)
@@ -53,7 +57,7 @@ def known_arguments(domain: DomainConfig, known: Sequence[str]) -> Mapping[str, 
     return domain.arguments
 
 
-def _of_file(domain: DomainConfig) -> Iterator[Problem]:
+def _of_file(domain: DomainConfig, rows: Rows | None) -> Iterator[Problem]:
     """Yield the problems of a file or a folder of shards, at least one and at most
     `domain.num_problems`.
 
@@ -64,7 +68,8 @@ def _of_file(domain: DomainConfig) -> Iterator[Problem]:
     path = domain.path
     assert path is not None  # rule domain_source
     arguments = known_arguments(domain, _FILE_ARGUMENTS)
-    rows = read_rows(path, arguments.get("split"))
+    if rows is None:
+        rows = read_rows(path, arguments.get("split"))
     is_empty = True
     for problem in itertools.islice(_problems(domain, rows), domain.num_problems):
         is_empty = False

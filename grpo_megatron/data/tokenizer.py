@@ -30,6 +30,8 @@ class TextTokenizer:
         self._backend = backend
         self._unk_token_id = unk_token_id
         self._lacks_character: dict[str, bool] = {}
+        self._writable: set[str] = set()
+        """Characters that were tried, and have a token."""
         self.eos_token_id = eos_token_id
         self.stop_token_ids = tuple(sorted({eos_token_id, *stop_token_ids}))
 
@@ -50,8 +52,13 @@ class TextTokenizer:
     def refuse_unwritable(self, text: str, *, where: str | None = None) -> None:
         """Raise DataError as `encode` does. No token is made of a text whose characters all have
         one, which is faster: each character is tried once."""
-        if any(map(self._lacks_remembered, set(text))):
+        unknown = set(text) - self._writable
+        if not unknown:
+            return
+        if any(map(self._lacks_remembered, unknown)):
             self.encode(text, where=where)
+        else:
+            self._writable |= unknown
 
     def encode_with_places(
         self, texts: Sequence[str], *, where: str | None = None

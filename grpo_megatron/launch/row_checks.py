@@ -16,10 +16,12 @@ from grpo_megatron.data.preferences import (
 )
 from grpo_megatron.data.prompt_images import refuse_images
 from grpo_megatron.data.prompt_text import PromptRenderer
+from grpo_megatron.data.row_files import Rows
 from grpo_megatron.data.sources import iterate_problems
 from grpo_megatron.data.step_rows import StepRow
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import placed_at
+from grpo_megatron.launch.row_progress import checked_rows
 from grpo_megatron.types import Problem
 
 
@@ -39,22 +41,34 @@ def refuse_bad_rows(config: RunConfig, index: int, model: KnownModel | None) -> 
 
     Raises DataError with file and row for the first one that the controller would refuse: it
     cannot be read, lacks a field or has a wrong one, a template refuses it, the tokenizer has no
-    token for a character of it. A bad image leaves its row out, and is not looked at here.
+    token for a character of it. A bad image leaves its row out, and is not looked at here: of
+    Parquet it is not even read. Where this takes long, lines on stderr say how far it is.
 
     model: None: chat template and tokenizer are not on this machine, and left to the controller."""
     domain = config.domains[index]
     prompts = _Prompts(domain, model, f"domains.{index}.environment.demonstration")
+    rows = None
+    if domain.source == "file" and domain.path is not None:
+        rows = checked_rows(domain, domain.path, without=_unread_field(domain, model))
     if config.trains_preferences:
-        rows = _sound_preferences(config, domain, prompts)
-        refuse_bad_preferences(domain, config.preferences, rows)
+        preferences = _sound_preferences(config, domain, prompts, rows)
+        refuse_bad_preferences(domain, config.preferences, preferences)
         return
-    problems = iterate_problems(domain, config.seed)
+    problems = iterate_problems(domain, config.seed, rows)
     if domain.source != "file":
         problems = itertools.islice(problems, 1)
     sound = _sound_problems(problems, prompts)
     refuse_bad_responses(config, domain, sound, tokenizer=prompts.tokenizer)
     for _ in sound:  # where no responses are trained, none was read
         pass
+
+
+def _unread_field(domain: DomainConfig, model: KnownModel | None) -> str:
+    """Return the field of images of a model that sees them, which makes no prompt invalid. Where
+    none does, rows with images must have no marks for them."""
+    if model is not None and model.sees_images:
+        return domain.image_field
+    return ""
 
 
 class _Prompts:
@@ -103,9 +117,9 @@ def _sound_problems(problems: Iterator[Problem], prompts: _Prompts) -> Iterator[
 
 
 def _sound_preferences(
-    config: RunConfig, domain: DomainConfig, prompts: _Prompts
+    config: RunConfig, domain: DomainConfig, prompts: _Prompts, rows: Rows | None
 ) -> Iterator[PreferenceRow | StepRow]:
-    for row in read_preferences(domain, config.preferences):
+    for row in read_preferences(domain, config.preferences, rows):
         if not why_dropped(row, config.preferences):  # others are left out before they get tokens
             prompts.refuse_bad(row.problem)
             for text in _answers_of(row):

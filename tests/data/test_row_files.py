@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_megatron.config.run import DomainConfig
-from grpo_megatron.data.row_files import data_files, read_rows
+from grpo_megatron.data import row_files
+from grpo_megatron.data.row_files import data_files, expected_rows, read_rows
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.errors import DataError
 
@@ -387,3 +388,59 @@ def test_lists_and_tables_of_parquet_are_conversations(tmp_path):
     [problem] = load_problems(domain, 0)
     assert problem.metadata["messages"] == [{"role": "user", "content": "1+1"}]
     assert problem.question == "1+1"
+
+
+def test_few_rows_of_parquet_are_in_memory_at_once(tmp_path, monkeypatch):
+    """Those of a file with images may have gigabytes."""
+    file = tmp_path / "rows.parquet"
+    write_parquet(file, [{"question": str(number), "answer": "2"} for number in range(5000)])
+    sizes = []
+    rows_of = row_files._rows_of
+
+    def counted(batch, path, num_before):
+        sizes.append(batch.num_rows)
+        return rows_of(batch, path, num_before)
+
+    monkeypatch.setattr(row_files, "_rows_of", counted)
+    rows = read_rows(file)
+    assert next(rows)[1]["question"] == "0" and sum(sizes) <= 1024
+    assert [fields["question"] for _, fields in rows] == [str(n) for n in range(1, 5000)]
+
+
+IMAGE = {"bytes": b"\x89PNG", "path": None}
+
+
+@pytest.mark.parametrize("images", [b"\x89PNG", IMAGE, [IMAGE, IMAGE], [[b"\x89PNG"]]])
+def test_bytes_that_need_not_be_read_are_left_out(tmp_path, images):
+    row = {"question": "what?", "images": images, "answer": "2"}
+    write_parquet(tmp_path / "rows.parquet", [row, row])
+    without = [fields for _, fields in read_rows(tmp_path / "rows.parquet", without="images")]
+    assert without == 2 * [{"question": "what?", "answer": "2"}]
+    for other in ("", "pictures", "answer"):
+        rows = read_rows(tmp_path / "rows.parquet", without=other)
+        assert [fields for _, fields in rows] == [row, row]
+
+
+def test_texts_are_read_whatever_they_are_called(tmp_path):
+    """Paths of images are short, and a question has its field's name from the recipe."""
+    row = {"question": "what?", "images": ["a.png"]}
+    write_parquet(tmp_path / "rows.parquet", [row])
+    for name in row:
+        assert [fields for _, fields in read_rows(tmp_path / "rows.parquet", without=name)] == [row]
+
+
+def test_how_many_rows_are_expected(tmp_path):
+    for number in range(2):
+        write_parquet(tmp_path / "p" / f"train-{number:05d}-of-00002.parquet", ROWS)
+    assert expected_rows(tmp_path / "p", "train") == (6, True)
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    assert expected_rows(tmp_path / "rows.jsonl") == (3, False)
+    (tmp_path / "j").mkdir()
+    for name in ("train-1.jsonl", "train-2.jsonl"):
+        (tmp_path / "j" / name).write_text(lines * 20_000)  # more than is looked at
+    assert expected_rows(tmp_path / "j").num_rows == pytest.approx(120_000, rel=1e-3)
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS, indent=1))
+    (tmp_path / "empty.jsonl").write_text("")
+    for name in ("rows.json", "empty.jsonl"):
+        assert expected_rows(tmp_path / name) is None

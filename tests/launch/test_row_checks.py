@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from grpo_megatron.cli.main import main
+from grpo_megatron.data import row_files
 from grpo_megatron.errors import DataError
+from grpo_megatron.launch import row_progress
 from grpo_megatron.launch.bindings import refuse_unreadable_problems
+from grpo_megatron.launch.row_checks import KnownModel, refuse_bad_rows
 from grpo_megatron.plan.resolve import resolve
 from tests.data.preference_files import recipe, write
 from tests.launch.test_bindings import write_model
@@ -120,6 +125,46 @@ def test_a_preference_far_down_that_cannot_be_written(tmp_path):
     with pytest.raises(DataError, match="no token for '\u4e00'") as caught:
         refuse_unreadable_problems(recipe(path))
     assert caught.value.where == f"{path}:21"
+
+
+@pytest.mark.parametrize("sees_images", [True, False])
+def test_images_of_parquet_are_read_by_the_controller_alone(tmp_path, monkeypatch, sees_images):
+    """Where the model reads text only, rows with images must have no marks for them."""
+    path = tmp_path / "rows.parquet"
+    row = {"question": "<image> what?", "answer": "2", "images": [b"no image"]}
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    columns = []
+    rows_of = row_files._rows_of
+
+    def seen(batch, path, num_before):
+        columns.append(batch.schema.names)
+        return rows_of(batch, path, num_before)
+
+    monkeypatch.setattr(row_files, "_rows_of", seen)
+    config = config_of(f"domains.0.path={path}")
+    model = KnownModel(None, None, sees_images=sees_images)
+    if sees_images:
+        refuse_bad_rows(config, 0, model)
+        assert columns == [["question", "answer"]]
+    else:
+        with pytest.raises(DataError, match="the model sees none"):
+            refuse_bad_rows(config, 0, model)
+        assert columns == [["question", "answer", "images"]]
+
+
+@pytest.mark.parametrize("settings", [(), SFT])
+def test_a_long_check_of_rows_says_how_far_it_is(tmp_path, monkeypatch, capsys, settings):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(row_progress, "_SILENT_S", 0.0)
+    write_rows(tmp_path / "rows.jsonl")
+    refuse_unreadable_problems(config_of(*settings))
+    assert "checking the data of domain 'addition': 1 rows of about 100" in capsys.readouterr().err
+
+
+def test_a_long_check_of_preferences_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(row_progress, "_SILENT_S", 0.0)
+    refuse_unreadable_problems(recipe(write(tmp_path, PAIRS)))
+    assert "1 rows of about 20 in" in capsys.readouterr().err
 
 
 def test_a_preference_that_is_left_out_may_have_any_character(tmp_path):
