@@ -30,3 +30,30 @@ class CallOutcome(NamedTuple):
     """Step rewards: (end in the text, reward) each."""
     trace: str = ""
     """Of what it raised."""
+    is_awaited: bool = False
+    """Whether a call that was answered in its order was to be awaited."""
+
+
+class Chunk(NamedTuple):
+    """Calls that a process gets at a time; sent to it in a pickle."""
+
+    calls: Sequence[Call]
+    is_async: bool
+    """Whether all are to be awaited, beside one another; else they are answered in their order,
+    except that a component of which one call was to be awaited has its others awaited together,
+    behind all calls that are not."""
+
+    def left_in_order(self, found: Mapping[int, CallOutcome]) -> list[int]:
+        """Return the places of the calls without an outcome that are answered in their order.
+        found: outcomes by place."""
+        if self.is_async:
+            return []
+        awaited = set()
+        for place, outcome in found.items():
+            if outcome.is_awaited:
+                awaited.add(self.calls[place].component)
+        left = []
+        for place, call in enumerate(self.calls):
+            if place not in found and call.component not in awaited:
+                left.append(place)
+        return left

@@ -22,7 +22,7 @@ from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.errors import RewardError
 from grpo_megatron.file_part import FilePart
 from grpo_megatron.network import Endpoint
-from grpo_megatron.rewards.calls import Call, CallOutcome
+from grpo_megatron.rewards.calls import Call, CallOutcome, Chunk
 from grpo_megatron.rewards.places import HostedPlace, HostLost, LocalPlace, Place
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import BoundReward, bind
@@ -63,6 +63,7 @@ class Component:
     failures: Counter[str] = field(default_factory=Counter)
     num_scored: int = 0
     kills_in_a_row: int = 0
+    is_awaited: bool = False  # a call was, although nothing said so before
     trace: str = ""  # the first
 
     def count(self, outcome: CallOutcome) -> None:
@@ -326,7 +327,8 @@ class RewardPool:
         return found
 
     def _is_async(self, call: Call) -> bool:
-        return self.components[call.component].reward.is_async
+        component = self.components[call.component]
+        return component.reward.is_async or component.is_awaited
 
     async def _run(
         self,
@@ -336,37 +338,35 @@ class RewardPool:
         begin: Callable[[Sequence[int]], None],
     ) -> None:
         """Fill in the outcomes of `chunk`, which are indices in `calls`; what gets none is handed
-        to `begin`, which has it run as a chunk of its own. Among plain calls the first without an
-        outcome has ended the process; coroutines run together, and each without an outcome runs
-        again, alone."""
-        is_async = self._is_async(calls[chunk[0]])
-        limit_s = self._timeout_s
-        if is_async:
-            limit_s *= 2  # the process itself cancels a coroutine at its limit
+        to `begin`, which has it run as a chunk of its own. Among calls that are answered in their
+        order the first without an outcome has ended the process; coroutines run together, and each
+        without an outcome runs again, alone."""
         worker = await self._next_idle()
+        of_chunk = [calls[index] for index in chunk]
+        sent = Chunk(of_chunk, is_async=all(map(self._is_async, of_chunk)))
         try:
-            found, failure = await worker.run([calls[index] for index in chunk], limit_s)
+            found, failure = await worker.run(sent, self._timeout_s)
         except HostLost as error:
             self._leave(worker, error)
             begin(chunk)
             return
         finally:
             self._idle.put_nowait(worker)  # a lost one too: who waits for it must see that
-        is_culprit_known = not is_async or len(chunk) == 1
-        if failure and is_culprit_known:
-            first_without = len(found)  # plain calls are answered in their order
-            found[first_without] = CallOutcome(failure)
+        in_order = sent.left_in_order(found)
+        has_failed_in_order = failure != "" and len(in_order) > 0
+        if has_failed_in_order:
+            found[in_order[0]] = CallOutcome(failure)
+        elif failure and len(chunk) == 1:
+            found[0] = CallOutcome(failure)
         progress.advance()
         for place, outcome in found.items():  # in the order in which they came
             index = chunk[place]
             outcomes[index] = outcome
-            self.components[calls[index].component].count(outcome)
-        left = [index for place, index in enumerate(chunk) if place not in found]
-        if is_async:
-            for index in left:
-                begin([index])
-        elif left:
-            begin(left)
+            component = self.components[calls[index].component]
+            component.is_awaited = component.is_awaited or outcome.is_awaited
+            component.count(outcome)
+        for places in _chunks_left(sent, found, have_begun=not has_failed_in_order):
+            begin([chunk[place] for place in places])
 
     async def _next_idle(self) -> RewardProcess:
         """Wait for a process whose host is there. HostLost where the hosts of all have gone."""
@@ -422,6 +422,23 @@ class RewardPool:
         if not any(steps):
             steps = []
         return ScoredGroup(group, by_name, rewards, tuple(steps))
+
+
+def _chunks_left(
+    sent: Chunk, found: Mapping[int, CallOutcome], *, have_begun: bool
+) -> list[list[int]]:
+    """Return the places of the calls of a chunk without an outcome, as they are to be run again:
+    those that are answered in their order together, and coroutines, where they `have_begun`, each
+    alone, since any may have ended the process."""
+    in_order = sent.left_in_order(found)
+    coroutines = []
+    for place in range(len(sent.calls)):
+        if place not in found and place not in in_order:
+            coroutines.append(place)
+    chunks = [in_order, coroutines]
+    if have_begun:
+        chunks = [in_order, *([place] for place in coroutines)]
+    return [chunk for chunk in chunks if chunk]
 
 
 def _places(num_workers: int, hosts: Sequence[Endpoint], log_path: Path) -> list[Place]:

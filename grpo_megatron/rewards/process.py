@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.calls import Call, CallOutcome
+from grpo_megatron.rewards.calls import CallOutcome, Chunk
 from grpo_megatron.rewards.places import Place
 
 _STARTUP_TIMEOUT_S = 120.0
@@ -51,20 +51,25 @@ class RewardProcess:
             if failure:
                 raise RewardError(f"a reward process cannot start: {failure}")
 
-    async def run(
-        self, calls: Sequence[Call], limit_s: float
-    ) -> tuple[dict[int, CallOutcome], str]:
-        """Give the process `calls`. Returns (outcomes by index in `calls`, why the others have
+    async def run(self, chunk: Chunk, timeout_s: float) -> tuple[dict[int, CallOutcome], str]:
+        """Give the process `chunk`. Returns (outcomes by index in its calls, why the others have
         none): "" where all have one, "died" where the process ended, "timed_out" where no outcome
-        came for `limit_s` seconds and it was killed. RewardError where no process takes calls,
-        HostLost where the host has gone, with the process or before."""
-        await self._hand_over(calls)
+        came for `timeout_s` seconds, twice as many for coroutines, and it was killed.
+        RewardError where no process takes calls, HostLost where the host has gone, with the process
+        or before."""
+        await self._hand_over(chunk)
         found: dict[int, CallOutcome] = {}
+        is_any_awaited = chunk.is_async
         try:
             async with self._killed_on_error():
-                while len(found) < len(calls):
-                    index, outcome = await self._line_within(limit_s)
-                    found[index] = CallOutcome(*outcome)
+                while len(found) < len(chunk.calls):
+                    limit_s = timeout_s
+                    if is_any_awaited and not chunk.left_in_order(found):
+                        limit_s *= 2  # the process itself cancels a coroutine at its limit
+                    index, values = await self._line_within(limit_s)
+                    outcome = CallOutcome(*values)
+                    found[index] = outcome
+                    is_any_awaited = is_any_awaited or outcome.is_awaited
             return found, ""
         except TimeoutError:
             failure = "timed_out"
@@ -94,14 +99,14 @@ class RewardProcess:
             await self.kill()
             raise
 
-    async def _hand_over(self, calls: Sequence[Call]) -> None:
+    async def _hand_over(self, chunk: Chunk) -> None:
         """Hand the calls to a process, trying again until one has them: that a process ended while
         it was idle is no call's fault."""
         for _ in range(_MAX_IDLE_DEATHS):
             await self.start()
             with contextlib.suppress(TimeoutError, ConnectionError):
                 async with self._killed_on_error():
-                    await self._ask(calls)
+                    await self._ask(chunk)
                     return
         raise self._broken("reward processes end before their first call")
 

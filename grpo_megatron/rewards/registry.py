@@ -38,7 +38,7 @@ class BoundReward:
     @property
     def is_async(self) -> bool:
         """Whether calls are known to be coroutines, which a process runs several of at a time. What
-        a plain function returns may be one too: that is awaited before the next call begins."""
+        a plain function returns may be one too: its first call shows that (`reward_worker`)."""
         of_object = type(self.function).__call__
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(of_object)
 

@@ -1,7 +1,11 @@
 """A reward process: `python -m grpo_megatron.rewards.reward_worker SOCKET PARENT_PID`.
 
 It reads chunks of calls (pickles) from the socket, says that it has one, and answers every call
-with a line: plain ones in order, coroutines as they end. It ends with the input, or its parent."""
+with a line: plain ones in order, coroutines as they end. It ends with the input, or its parent.
+
+Whether a plain function returns what is to be awaited (a decorator hides an `async def`) is known
+by its first call. It is awaited before the next call begins; the others of its chunk run together
+as coroutines do, behind all calls that are plain."""
 
 import asyncio
 import inspect
@@ -13,14 +17,14 @@ import socket
 import sys
 import traceback
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.file_part import FilePart
 from grpo_megatron.orphans import die_with_parent
-from grpo_megatron.rewards.calls import Call, CallOutcome
+from grpo_megatron.rewards.calls import Call, CallOutcome, Chunk
 from grpo_megatron.rewards.registry import BoundReward, bind, to_float
 
 _MOST_STEPS = 1 << 20
@@ -32,6 +36,8 @@ _LONGEST_TRACE = 1 << 15
 class _Ready(NamedTuple):
     """A call with all that it needs."""
 
+    component: int
+    """Its number among the functions that the process has."""
     begin: Callable[[], Any]
     """Calls the reward."""
     num_characters: int
@@ -57,20 +63,18 @@ def main() -> None:
     tell(None)
     with asyncio.Runner() as loop:  # one for all chunks, so that rewards may keep connections
         while stream.peek(1):
-            calls: list[Call] = pickle.load(stream)
+            chunk: Chunk = pickle.load(stream)
             tell(None)
-            ready = []
-            for call in calls:
+            waiting = {}
+            for index, call in enumerate(chunk.calls):
                 completion, answer, context = _read(call)
                 reward = rewards[call.component]
                 begin = partial(_called, reward, completion, answer, context)
-                ready.append(_Ready(begin, len(completion)))
-            if rewards[calls[0].component].is_async:
-                loop.run(_await_all(ready, tell, **limits))
-            else:
-                for index, one in enumerate(ready):
-                    ended = partial(_ended, one.begin, loop)
-                    tell((index, _outcome(ended, one.num_characters)))
+                waiting[index] = _Ready(call.component, begin, len(completion))
+            if not chunk.is_async:
+                waiting = _answer_in_order(waiting, loop, tell)
+            if waiting:
+                loop.run(_await_all(waiting, tell, **limits))
 
 
 def _read(call: Call) -> tuple[str, str, Mapping[str, Any]]:
@@ -93,21 +97,48 @@ def _called(reward: BoundReward, completion: str, answer: str, context: Mapping[
     return reward(completion, answer, context)
 
 
-def _ended(begin: Callable[[], Any], loop: asyncio.Runner) -> Any:
-    """Return what a plain call returns, or what that comes to where it is to be awaited: a
-    decorator hides an `async def`."""
-    value = begin()
+def _answer_in_order(
+    calls: Mapping[int, _Ready], loop: asyncio.Runner, tell: Callable[[Any], None]
+) -> dict[int, _Ready]:
+    """Answer calls one after another. Returns those that are left to be awaited together: of
+    components of which one call was to be awaited, all later ones."""
+    awaited = set()
+    left = {}
+    for index, call in calls.items():
+        if call.component in awaited:
+            left[index] = call
+            continue
+        outcome = _outcome_in_order(call, loop)
+        if outcome.is_awaited:
+            awaited.add(call.component)
+        tell((index, outcome))
+    return left
+
+
+def _outcome_in_order(call: _Ready, loop: asyncio.Runner) -> CallOutcome:
+    """Return how a call ends that has the process for itself."""
+    is_awaited = False
+
+    def ended() -> Any:
+        nonlocal is_awaited
+        value = call.begin()
+        is_awaited = inspect.isawaitable(value)
+        if is_awaited:
+            return loop.run(_result_of(value))
+        return value
+
+    outcome = _outcome(ended, call.num_characters)
+    return outcome._replace(is_awaited=is_awaited)
+
+
+async def _result_of(value: Any) -> Any:
     if inspect.isawaitable(value):
-        return loop.run(_result_of(value))
+        return await value
     return value
 
 
-async def _result_of(value: Awaitable[Any]) -> Any:
-    return await value
-
-
 async def _await_all(
-    calls: Sequence[_Ready],
+    calls: Mapping[int, _Ready],
     tell: Callable[[Any], None],
     *,
     timeout_s: float,
@@ -120,7 +151,7 @@ async def _await_all(
         async with free:
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    value = await call.begin()
+                    value = await _result_of(call.begin())
                 outcome = _outcome(lambda: value, call.num_characters)
             except BaseException:
                 outcome = CallOutcome("raised", trace=_trace())
@@ -128,7 +159,7 @@ async def _await_all(
                 outcome = CallOutcome("timed_out")
             tell((index, outcome))
 
-    await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
+    await asyncio.gather(*(score(index, call) for index, call in calls.items()))
 
 
 def _outcome(call: Callable[[], Any], num_characters: int) -> CallOutcome:

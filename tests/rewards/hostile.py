@@ -197,6 +197,13 @@ ended_coroutine = _with_a_loop_of_its_own(coroutine)
 callable_coroutine = _Callable()
 
 
+def awaited_if_odd(completion: str, answer: str) -> Any:
+    """The number in the completion, or what comes to it."""
+    if int(completion) % 2:
+        return coroutine(completion, answer)
+    return float(completion)
+
+
 def future(completion: str, answer: str) -> Any:
     """What is to be awaited and no coroutine; without a number where it hangs."""
 

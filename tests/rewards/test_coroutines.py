@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import numpy as np
 import pytest
 
+from grpo_megatron.rewards.pool import RewardPool
 from tests.rewards.reward_pools import HOSTILE, domain, group, score
 
 ASYNC = f"{HOSTILE}:coroutine"
@@ -90,3 +92,54 @@ def test_an_object_whose_call_is_async_runs_beside_others():
         [domain(f"{HOSTILE}:callable_coroutine")], [group(texts)], timeout_s=60, concurrency=5
     )
     assert scored.rewards.tolist() == [5] * 5
+
+
+HIDDEN = ["hidden_coroutine", "wrapped_coroutine", "future"]
+"""What returns coroutines, or other things to be awaited, and is no async function."""
+
+
+@pytest.mark.parametrize("batches", [[6], [1, 5]])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_turns_out_to_be_awaited_runs_beside_others(name, batches):
+    """The first call alone, since only that says so; the next batch from its first call on."""
+    texts = ["1", *["most at a time"] * 5]
+
+    async def run() -> list[float]:
+        found = []
+        async with RewardPool([domain(f"{HOSTILE}:{name}")], timeout_s=60, concurrency=5) as pool:
+            for size in batches:
+                [scored] = await pool.score([group(texts[len(found) :][:size])])
+                found += scored.rewards.tolist()
+        return found
+
+    assert asyncio.run(run()) == [1, 5, 5, 5, 5, 5]
+
+
+def test_plain_rewards_and_those_that_turn_out_to_be_awaited_share_a_chunk():
+    """The plain ones are answered in their order before the others are awaited."""
+    plain = {"function": f"{HOSTILE}:obey", "weight": 10.0}
+    hidden = [f"{HOSTILE}:{name}" for name in HIDDEN]
+    texts = ["1", "raise", "2", "exit", "3", "None", "4"]
+    [scored], pool = score([domain(plain, *hidden)], [group(texts)], timeout_s=60)
+    nan = math.nan
+    np.testing.assert_equal(scored.rewards, [13, nan, 26, nan, 39, nan, 52])
+    metrics = pool.take_metrics()
+    for name in ("obey", *HIDDEN):
+        assert metrics[f"reward/d.{name}/died"] == metrics[f"reward/d.{name}/raised"] == 1
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_turns_out_to_be_awaited_is_cancelled_at_its_limit(name):
+    texts = ["1", "sleep", "2", "sleep", "3"]
+    [scored], pool = score([domain(f"{HOSTILE}:{name}")], [group(texts)], timeout_s=2.0)
+    np.testing.assert_equal(scored.rewards, [1, math.nan, 2, math.nan, 3])
+    metrics = pool.take_metrics()
+    assert metrics[f"reward/d.{name}/timed_out"] == 2
+    assert metrics["reward/pool/restarts"] == 0
+
+
+def test_what_is_awaited_now_and_then_is_awaited_then():
+    [scored], _ = score(
+        [domain(f"{HOSTILE}:awaited_if_odd")], [group(["1", "2", "3", "4"])], timeout_s=60
+    )
+    assert scored.rewards.tolist() == [1, 2, 3, 4]
