@@ -17,13 +17,19 @@ from grpo_megatron.orphans import die_with_parent
 
 @dataclass(frozen=True)
 class End:
-    """Which process ended, how, and where it logged; as text with what its log says."""
+    """Which process ended, how, and where it logged; as text with what its log says.
+
+    Attributes:
+        refusal: Why Slurm has made no step for it, so that it never was; empty: it was."""
 
     name: str
     exit_code: int
     log: Path
+    refusal: str = ""
 
     def __str__(self) -> str:
+        if self.refusal:
+            return f"srun makes no step for {self.name}: {self.refusal}"
         told = [f"{self.name} ended with exit code {self.exit_code}"]
         told += [f"    {self.name}| {line}" for line in telling_lines(self._logged())]
         return "\n".join(told)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from grpo_megatron.errors import CRASHED_EXIT_CODE, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, End
 
+REMEDY_OF_REFUSALS = (
+    "change the flags of the job or the site, or what the recipe asks of a node, then go on"
+)
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
 

@@ -7,7 +7,7 @@ from grpo_megatron import errors
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.engine_members import EngineMembers
 from grpo_megatron.launch.processes import ChildProcess, stop_all
-from grpo_megatron.launch.restarts import Restarts
+from grpo_megatron.launch.restarts import REMEDY_OF_REFUSALS, Restarts
 from grpo_megatron.launch.run_processes import RunProcesses, number_of
 from grpo_megatron.telemetry.screen import Screen
 
@@ -77,13 +77,15 @@ class Spares:
             end = child.end()
             self._processes.record_death(end)
             told = f"{end.name} died with exit code {end.exit_code}"
+            if end.refusal:
+                told = str(end)
             error = end.error
             if error:
                 told += f" ({error})"
             told += f"; see {end.log}"
             restarts = self._restarts_of(child)
             pause_s = None
-            if self._is_started_again(child):
+            if self._is_started_again(child) and not end.refusal:
                 pause_s = restarts.plan(child.name)
             if pause_s is None:
                 self._give_up(child)
@@ -93,10 +95,13 @@ class Spares:
                 told += f"; it is started again in {pause_s:.0f} s ({number})"
             is_nobody_left = all(other.name in reported_dead for other in children)
             if is_nobody_left and not restarts.are_planned(children):
+                remedy = self._remedy
+                if end.refusal:
+                    remedy = f"{REMEDY_OF_REFUSALS}: {remedy}"
                 raise last(
                     f"the last {kind} died{self._after_restarts(child)}: {end}",
                     where=str(end.log),
-                    remedy=self._remedy,
+                    remedy=remedy,
                 )
             if is_nobody_left:
                 told += f"; no {kind} is left, the run waits for it"

@@ -49,6 +49,10 @@ _SHARED_FILE_PROBE = "shared-file-probe"
 """Name of a file that all nodes must see, and of the steps that look for it."""
 # "srun: error: node2: task 1: Exited with exit code 6", "…: tasks 0-3: Killed"
 _TASK_ENDED = re.compile(r"tasks? (\d+)[^:]*: (?:Exited with exit code (\d+)|(\w+))")
+_REFUSED = re.compile(r"^srun: error: Unable to create step for job \S+: (.+)$", re.MULTILINE)
+"""What srun says where the job has not what a step asks for; what is busy, it waits for."""
+_PASSING = re.compile(r"contact|connect|timed out|Zero Bytes|busy|completing|down", re.IGNORECASE)
+"""In reasons of such a refusal that may be others a moment later."""
 _SIGNALS = {"Killed": 137, "Terminated": 143, "Aborted": 134, "Segmentation": 139}
 
 
@@ -67,12 +71,15 @@ class SlurmStep(ChildProcess):
         super().start()
 
     def end(self) -> End:
-        """Return the end of the task that ended first; srun's own exit code is the highest of all
-        tasks."""
+        """Return the end of the task that ended first, srun's own exit code is the highest of all
+        tasks; or the refusal of a step that was never made."""
         said = self.log.read_bytes()[self.log_start :].decode(errors="replace")
         words = _TASK_ENDED.search(said)
         if not words:
-            return super().end()
+            refused = _REFUSED.search(said)
+            if refused is None or _PASSING.search(refused[1]):
+                return super().end()
+            return End(self.name, SetupError.exit_code, self.log, refused[1])
         code = int(words[2] or _SIGNALS.get(words[3], 1))
         log = self.log.with_name(self.task_log.replace("%t", words[1]))
         return End(log.stem, code, log)

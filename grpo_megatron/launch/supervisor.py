@@ -18,6 +18,7 @@ from grpo_megatron.launch.engine_changes import EngineChanges
 from grpo_megatron.launch.engine_members import EngineMembers
 from grpo_megatron.launch.hang_policy import HangPolicy
 from grpo_megatron.launch.processes import wait_readable
+from grpo_megatron.launch.restarts import REMEDY_OF_REFUSALS
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_processes import RunProcesses
 from grpo_megatron.launch.spares import Spares
@@ -142,7 +143,10 @@ class Supervisor:
         where = str(end.log)
         error = self._messages.failure
         if error is None:  # it was killed, or died without a word
-            error = errors.GrpoMegatronError(str(end), remedy=self._remedy)
+            remedy = self._remedy
+            if end.refusal:
+                remedy = f"{REMEDY_OF_REFUSALS}: {remedy}"
+            error = errors.GrpoMegatronError(str(end), remedy=remedy)
         if error.where:
             where = f"{error.where} ({where})"
         error.where = where

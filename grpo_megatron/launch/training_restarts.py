@@ -8,7 +8,13 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.files import remove_directory
 from grpo_megatron.launch.controller_messages import ControllerMessages
 from grpo_megatron.launch.processes import End
-from grpo_megatron.launch.restarts import Restarts, first_cause, may_train_again, was_killed
+from grpo_megatron.launch.restarts import (
+    REMEDY_OF_REFUSALS,
+    Restarts,
+    first_cause,
+    may_train_again,
+    was_killed,
+)
 from grpo_megatron.launch.run_processes import RunProcesses, number_of
 from grpo_megatron.telemetry.screen import Screen
 
@@ -111,7 +117,10 @@ class TrainingRestarts:
         text = str(end)
         if num_restarts:
             text = f"after {num_restarts} restarts of training (trainer.max_restarts): {text}"
-        error = errors.TrainerError(text, where=str(end.log), remedy=self._remedy)
+        remedy = self._remedy
+        if end.refusal:
+            remedy = f"{REMEDY_OF_REFUSALS}: {remedy}"
+        error = errors.TrainerError(text, where=str(end.log), remedy=remedy)
         if 2 <= end.exit_code <= 11:
             error.exit_code = end.exit_code  # the rank's own error class
         return error

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.errors import GrpoMegatronError, TrainerError
-from grpo_megatron.launch import restarts
-from grpo_megatron.launch.processes import End
+from grpo_megatron.errors import EngineError, GrpoMegatronError, SetupError, TrainerError
+from grpo_megatron.launch import restarts, training_restarts
+from grpo_megatron.launch.processes import ChildProcess, End
 from grpo_megatron.launch.restarts import first_cause, may_train_again
 from grpo_megatron.launch.steps import SlurmStep
 from grpo_megatron.plan.resolve import resolve
@@ -158,6 +158,103 @@ def test_a_step_of_a_job_says_how_it_ended_itself(tmp_path):
     assert step.started.wait(60) == 6
     end = step.end()
     assert (end.name, end.exit_code) == ("trainer-0", 6)
+
+
+REFUSED = "srun: error: Unable to create step for job 3: "
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_refusal"),
+    [
+        ("More processors requested than permitted", True),
+        ("Invalid generic resource (gres) specification", True),
+        ("Unable to contact slurm controller (connect failure)", False),
+        ("Socket timed out on send/recv operation", False),
+        ("Job/step already completing or completed", False),
+        ("Required node not available (down, drained or reserved)", False),
+    ],
+)
+def test_a_step_that_srun_refuses_never_was(tmp_path, reason, is_refusal):
+    argv = ["sh", "-c", f"echo '{REFUSED}{reason}' >&2; exit 1"]
+    log = tmp_path / "srun-trainer.log"
+    step = SlurmStep("trainer", argv, log, task_log="trainer-%t.log")
+    step.start()
+    assert step.started.wait(60) == 1
+    end = step.end()
+    assert may_train_again([end]) is not is_refusal
+    if is_refusal:
+        assert str(end) == f"srun makes no step for trainer: {reason}"
+        assert (end.exit_code, end.log) == (SetupError.exit_code, log)
+    else:
+        assert end.exit_code == 1 and reason in str(end)
+
+
+def test_steps_that_srun_refuses_are_not_asked_for_again(tmp_path, monkeypatch, capsys, soon):
+    """They would be refused again: the job has not what they ask for."""
+    monkeypatch.setattr(training_restarts, "_SETTLE_S", 0.2)
+    refused = ("worker-0", "trainer-1")
+    end_of_child = ChildProcess.end
+
+    def end(child):
+        if child.name in refused:
+            return End(child.name, SetupError.exit_code, child.log, "More processors")
+        return end_of_child(child)
+
+    monkeypatch.setattr(ChildProcess, "end", end)
+    run = Run(tmp_path, monkeypatch)
+    is_dead = run.run_dir.endpoints / "worker-0.dead"
+
+    def meddle(run):
+        os.kill(run.pid("worker-0"), signal.SIGKILL)
+        wait_until(is_dead.exists)
+        kill_rank(run)
+        wait_until(run.supervisor.processes.watcher._closed.is_set)
+
+    with pytest.raises(TrainerError) as caught:
+        run.with_meddling(meddle)
+    assert caught.value.exit_code == SetupError.exit_code
+    assert caught.value.message == "srun makes no step for trainer-1: More processors"
+    assert "flags of the job" in caught.value.remedy and "resume" in caught.value.remedy
+    assert run.events("restarted") == []
+    assert "srun makes no step for worker-0: More processors; see " in capsys.readouterr().out
+
+
+def test_a_controller_that_srun_refuses_is_told_as_that(tmp_path, monkeypatch):
+    end_of_child = ChildProcess.end
+
+    def end(child):
+        if child.name == "controller":
+            return End(child.name, SetupError.exit_code, child.log, "More processors")
+        return end_of_child(child)
+
+    monkeypatch.setattr(ChildProcess, "end", end)
+    run = Run(tmp_path, monkeypatch)
+    with pytest.raises(GrpoMegatronError) as caught:
+        run.with_meddling(lambda run: os.kill(run.pid("controller"), signal.SIGKILL))
+    assert caught.value.exit_code == SetupError.exit_code
+    assert caught.value.message == "srun makes no step for controller: More processors"
+    assert "flags of the job" in caught.value.remedy
+
+
+def test_the_last_server_that_srun_refuses_is_told_as_that(tmp_path, monkeypatch):
+    end_of_child = ChildProcess.end
+
+    def end(child):
+        if child.name.startswith("rollout"):
+            return End(child.name, SetupError.exit_code, child.log, "More processors")
+        return end_of_child(child)
+
+    monkeypatch.setattr(ChildProcess, "end", end)
+    run = Run(tmp_path, monkeypatch)
+
+    def meddle(run):
+        for name in ("rollout-0", "rollout-1"):
+            os.kill(run.pid(name), signal.SIGKILL)
+
+    with pytest.raises(EngineError) as caught:
+        run.with_meddling(meddle)
+    assert "the last rollout server died: srun makes no step for" in caught.value.message
+    assert "flags of the job" in caught.value.remedy and run.events("restarted") == []
 
 
 def test_ranks_that_lost_a_controller_with_an_error_are_not_started_again(
