@@ -3,12 +3,12 @@
 # `grpo-megatron submit` calls it.
 #
 #   render.sh SITE RUN_DIRECTORY NAME TRAINER_NODES ROLLOUT_NODES ENVIRONMENT_NODES GPUS_PER_NODE
-#             [ARGUMENT…]
+#             RANKS_PER_NODE [ARGUMENT…]
 #
-# ARGUMENTs of the job's script: by default the run directory.
+# RANKS_PER_NODE: tasks of the largest step on a node. ARGUMENTs of the job's script: by default the run directory.
 set -euo pipefail
-site=$1 run=$2 name=$3 trainer_nodes=$4 rollout_nodes=$5 environment_nodes=$6 gpus=$7
-arguments=("${@:8}")
+site=$1 run=$2 name=$3 trainer_nodes=$4 rollout_nodes=$5 environment_nodes=$6 gpus=$7 ranks=$8
+arguments=("${@:9}")
 ((${#arguments[@]})) || arguments=("$run")
 refuse() { echo "$1" >&2; exit 1; }
 
@@ -156,6 +156,17 @@ else
 fi
 for word in "${flags[@]}"; do refuse_own "$word"; done
 
+# Of a node that it shares a job has one CPU, and srun makes no step with more tasks on a node than
+# the job has CPUs there. Tasks of the job (--ntasks-per-node) would say it too, but they multiply
+# --cpus-per-task, and steps inherit their number. A site that says it otherwise is left alone.
+mincpus=()
+if ((ranks > 1)); then mincpus=("--mincpus=$ranks"); fi
+for word in "${flags[@]}"; do
+    case $word in
+        --exclusive | --mincpus* | --cpus-per-gpu* | --overcommit | -O) mincpus=() ;;
+    esac
+done
+
 # component PARTITION NODES [GPUS]: of the job; all of it, or one part of a hetjob
 component() {
     directives --job-name="$name" --partition="$1" --nodes="$2" --time="$limit" \
@@ -182,6 +193,7 @@ else
     ((first += environment_nodes))
 fi
 component "${PARTITION:?the partition to submit to}" "$first"
+directives "${mincpus[@]}"
 if ((second)); then
     echo '#SBATCH hetjob'
     component "$ROLLOUT_PARTITION" "$second"

@@ -75,12 +75,13 @@ _HELD_STATES = ("SUSPENDED", "STOPPED")
 
 
 class JobSizes(NamedTuple):
-    """Nodes of a job."""
+    """Nodes of a job, and what it needs of one."""
 
     trainer_nodes: int = 1
     rollout_nodes: int = 0
     environment_nodes: int = 0
     gpus_per_node: int = 0
+    ranks_per_node: int = 1
 
 
 def render(resolved: ResolvedConfig, site: str) -> str:
@@ -91,6 +92,7 @@ def render(resolved: ResolvedConfig, site: str) -> str:
         placement.rollout_nodes,
         placement.environment_nodes,
         placement.gpus_per_node,
+        resolved.config.trainer.num_ranks // placement.trainer_nodes,
     )
     return render_job(resolved.run_path, site, sizes)
 

@@ -134,8 +134,8 @@ class SlurmSteps:
                     f"srun starts no step: {done.stderr.strip()[-500:]}",
                     where=" ".join(done.args),
                     remedy="look at the flags of job and site; a node that is not the job's own "
-                    f"(--exclusive) must give it {tasks_per_node} tasks "
-                    f"(--ntasks-per-node={tasks_per_node} in SBATCH_FLAGS)",
+                    f"(--exclusive) must give it {tasks_per_node} CPUs "
+                    f"(--mincpus={tasks_per_node} in SBATCH_FLAGS)",
                 )
             blind += re.findall(r"error: (\S+): tasks? ", done.stderr)
             reasons += said

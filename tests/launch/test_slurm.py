@@ -416,6 +416,37 @@ def test_other_flags_are_the_sites(tmp_path, capsys, flag):
     assert code == 0 and f"#SBATCH {flag.split()[0]}\n" in script
 
 
+RANKS = ["placement.trainer_nodes=2", "trainer.num_ranks=8"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "are_said"),
+    [
+        ("--qos=x", True),
+        ("--exclusive=user", True),  # the job has one CPU of a node all the same
+        ("--cpus-per-task=6", True),
+        ("--exclusive", False),
+        ("--mincpus=64", False),
+        ("--cpus-per-gpu=12", False),
+        ("-O", False),
+    ],
+)
+def test_a_shared_node_gives_a_job_room_for_its_ranks(tmp_path, capsys, flags, are_said):
+    line = f"SBATCH_FLAGS='{flags}'"
+    code, script, _ = rendered(tmp_path, capsys, line, overrides=RANKS)
+    assert code == 0 and ("#SBATCH --mincpus=4\n" in script) is are_said
+
+
+def test_only_nodes_that_train_need_room_for_ranks(tmp_path, capsys):
+    lines = ["SBATCH_FLAGS=", "ROLLOUT_PARTITION=rollout"]
+    nodes = "placement.rollout_nodes=1"
+    _, script, _ = rendered(tmp_path, capsys, *lines, overrides=[*RANKS, nodes])
+    training, generating = script.split("#SBATCH hetjob\n")
+    assert "--mincpus=4" in training and "--mincpus" not in generating
+    _, script, _ = rendered(tmp_path, capsys, *lines, overrides=["trainer.num_ranks=1"])
+    assert "--mincpus" not in script
+
+
 def test_a_quote_of_the_flags_has_an_end(tmp_path, capsys):
     code, _, error = rendered(tmp_path, capsys, """SBATCH_FLAGS='--comment="my run'""")
     assert code == 2 and "a quote without its end" in error
@@ -1272,7 +1303,7 @@ case "$*" in *--ntasks-per-node=2*) echo '{REFUSED}' >&2; exit 1;; esac
     run_dir.create()
     with pytest.raises(SetupError, match=r"srun starts no step: .*Unable to create step") as caught:
         SlurmSteps(recipe(placement=placement, trainer={"num_ranks": 2}), run_dir)
-    assert "--ntasks-per-node=2 in SBATCH_FLAGS" in caught.value.remedy
+    assert "--mincpus=2 in SBATCH_FLAGS" in caught.value.remedy
     asked.unlink()
     SlurmSteps(recipe(placement=placement, trainer={"num_ranks": 1}), run_dir)
     [training, others] = asked.read_text().splitlines()

@@ -49,6 +49,15 @@ def test_a_run_is_a_job(cluster, whole):
     assert "trainer-1.log" in cluster.command("logs", str(whole)).stdout
 
 
+def test_a_job_that_shares_its_nodes_has_room_for_its_ranks(cluster):
+    """Not --exclusive: Slurm gives it one CPU of a node where it asks for nothing."""
+    ranks = ("trainer.num_ranks=4", "num_steps=1")
+    job, run = cluster.submit("shared", *ranks, SBATCH_FLAGS="--comment=shared")
+    state = cluster.wait(job)
+    assert state["JobState"] == "COMPLETED", cluster.output(run)
+    assert (state["MinCPUsNode"], state["NumNodes"]) == ("2", "3")
+
+
 NOTICED = "notice: checkpoint, then requeue"
 HETJOB = {"ROLLOUT_PARTITION": "main"}  # the rollout nodes are a component of their own
 
