@@ -14,17 +14,35 @@ class Step(NamedTuple):
     end: int
     """Place in the completion behind its last character."""
     text: str
+    """Without white space at its ends, and without any step token of the policy's own."""
 
 
-def steps_of(completion: str, separator: str) -> list[Step]:
-    """Return the parts between separators that are more than white space, in order."""
+def steps_of(completion: str, separator: str, step_token: str = "") -> list[Step]:
+    """Return the parts between separators that are more than white space, in order.
+
+    step_token: what the model that scores steps is asked at. Where the policy writes it, it is no
+    text: a part with nothing else is no step, which would get the score of the one before."""
     steps = []
     start = 0
-    for text in completion.split(separator):
-        if text.strip():
-            steps.append(Step(start + len(text.rstrip()), text.strip()))
-        start += len(text) + len(separator)
+    for part in completion.split(separator):
+        text = _without(step_token, part).strip()
+        if text:
+            steps.append(Step(start + len(part.rstrip()), text))
+        start += len(part) + len(separator)
     return steps
+
+
+def _without(token: str, text: str) -> str:
+    """Return a text without a token, also where that is made of what is left around another:
+    `<ext<extra_0>ra_0>`. One pass, however deep they are nested."""
+    if not token or token not in text:
+        return text
+    kept: list[str] = []
+    for character in text:
+        kept.append(character)
+        if character == token[-1] and "".join(kept[-len(token) :]) == token:
+            del kept[-len(token) :]
+    return "".join(kept)
 
 
 def check_marks(
@@ -65,14 +83,15 @@ async def process_reward_model(
 
     Steps are what `separator` divides; the model reads prompt and steps, with `step_token` behind
     each, and the server scores these tokens only (its pooler is STEP). `label`: which of the
-    scores of a step is that for a right one. A `step_token` that the policy wrote itself is not
-    passed on. `attempts`: requests to a server that is busy. RewardError where the scores are not
-    one finite number a step."""
-    steps = steps_of(completion, separator)
+    scores of a step is that for a right one. A `step_token` that the policy wrote itself, or that
+    stands in the prompt, is not passed on, so that each step has one score. `attempts`: requests
+    to a server that is busy. RewardError where the scores are not one finite number a step."""
+    steps = steps_of(completion, separator, step_token)
     if not steps:
         return []
-    solution = "".join(step.text.replace(step_token, "") + step_token for step in steps)
-    body = {"model": model, "input": prompt + solution, "add_special_tokens": False}
+    solution = "".join(step.text + step_token for step in steps)
+    text = _without(step_token, prompt) + solution
+    body = {"model": model, "input": text, "add_special_tokens": False}
     requests = Attempts(attempts)
     reply = await post(f"{url}/pooling", body, timeout_s, api_key, attempts=requests)
     scores = reply["data"][0]["data"]

@@ -399,6 +399,39 @@ def test_each_step_gets_the_score_of_its_token():
     assert (value, asked) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("completion", "passed_on", "ends"),
+    [
+        # a part with nothing else would have the score of the step before
+        ("a\n\n<extra_0>\n\nb", ["a", "b"], [1, 15]),
+        ("a\n\n<extra_0> <extra_0>\n\nb <extra_0>", ["a", "b"], [1, 35]),
+        # one more score than steps, which nobody could train on
+        ("a<ext<extra_0>ra_0>\n\nb", ["a", "b"], [19, 22]),
+        ("<e<ext<extra_0>ra_0>xtra_0>a", ["a"], [28]),
+    ],
+)
+def test_the_policy_marks_no_steps_itself(completion, passed_on, ends):
+    """Neither to be scored more often, nor to be unscorable where it expects a low score."""
+    reply = {"data": [{"data": [[0.0, 0.5]] * len(passed_on)}]}
+    value, [request] = served([reply], process_reward_model, completion=completion)
+    assert value == [(end, 0.5) for end in ends]
+    assert request["input"] == "6 * 7 = {x}" + "".join(f"{text}<extra_0>" for text in passed_on)
+
+
+def test_a_completion_of_step_tokens_alone_has_no_steps():
+    value, asked = served([], process_reward_model, completion="<extra_0>\n\n<extra_0>")
+    assert (value, asked) == ([], [])
+
+
+def test_a_prompt_has_no_step_tokens():
+    """Those of an exemplar would be scored too."""
+    reply = {"data": [{"data": [[0.0, 0.5]]}]}
+    _, [request] = served(
+        [reply], process_reward_model, completion="a", prompt="4<extra_0> + <ext<extra_0>ra_0>5 = "
+    )
+    assert request["input"] == "4 + 5 = a<extra_0>"
+
+
 @pytest.mark.parametrize("data", [[[0.1, 0.9]], [0.1, 0.2, 0.3], 0.4, [[0.1], []]])
 def test_scores_that_are_not_one_a_step_are_refused(data):
     reply = {"data": [{"data": data}]}
