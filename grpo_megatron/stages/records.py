@@ -259,7 +259,7 @@ class Records:
         assert record is not None  # `_problem` says so
         changes = list(self._settings(name).chosen)
         if record.format == 1:
-            changes += self._changes_after(name, record)
+            changes += self._changes_after(name)
         else:
             changes += self._changes_since_record(name, record)
         return changes
@@ -282,7 +282,7 @@ class Records:
                 changes.append(f"stage {parent}")
         return changes
 
-    def _changes_after(self, name: str, record: StageRecord) -> list[str]:
+    def _changes_after(self, name: str) -> list[str]:
         """Return what has changed since an earlier release began a stage, whose record does not say
         what that was: files that are newer, and stages that have begun after it."""
         changes = []
