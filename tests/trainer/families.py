@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -179,15 +180,16 @@ MODELS: dict[str, dict] = {
 }
 
 
-def write_family(directory: Path, name: str, samples: str) -> str:
+def write_family(directory: Path, name: str, samples: str, **fields: Any) -> str:
     """A random checkpoint whose norms, biases and buffers are random too, and its logits.
 
+    fields: of its configuration, in place of the family's.
     `logits.npy`: fp32 [policy tokens in table order, vocabulary], one sample at a time.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf = MODELS[name]
+    hf = MODELS[name] | fields
     known_as = transformers_type(hf["model_type"])
     config = AutoConfig.for_model(
         known_as,
