@@ -257,6 +257,19 @@ def test_the_last_server_that_srun_refuses_is_told_as_that(tmp_path, monkeypatch
     assert "flags of the job" in caught.value.remedy and run.events("restarted") == []
 
 
+ENDS_AFTER_THE_CONTROLLER = """
+pid = end.with_name("pid")
+if role.name == "controller":
+    pid.with_suffix(".new").write_text(str(os.getpid()))
+    pid.with_suffix(".new").rename(pid)
+    sys.exit(4)
+while not pid.exists() or Path("/proc", pid.read_text()).exists():
+    time.sleep(0.05)
+sys.exit(1)
+"""
+"""The ranks end when the supervisor has seen the end of the controller."""
+
+
 def test_ranks_that_lost_a_controller_with_an_error_are_not_started_again(
     tmp_path, monkeypatch, capsys
 ):
@@ -264,7 +277,7 @@ def test_ranks_that_lost_a_controller_with_an_error_are_not_started_again(
     endless = 'while role.name != "controller" or not end.exists():'
     assert endless in ROLE
     role = ROLE.replace(endless, 'while not (role.name[:2] in ("co", "tr") and end.exists()):')
-    role += 'sys.exit(4 if role.name == "controller" else 1)\n'
+    role += ENDS_AFTER_THE_CONTROLLER
     monkeypatch.setattr(test_supervisor_hangs, "ROLE", role)
     run = Run(tmp_path, monkeypatch)
     failure = {"kind": "failure", "text": "too few", "where": "[data]", "remedy": "add rows"}
