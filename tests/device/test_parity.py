@@ -32,14 +32,19 @@ def assert_same(found: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("kind", ["moe", "dense", "latent"])
 def test_one_rank(request, pretended1, world1, three_updates, kind):
-    model = request.getfixturevalue(f"{kind}_model")
+    model = request.getfixturevalue(f"small_{kind}_model")
     arguments = {"model": model, "samples": three_updates, "layout": {}, **GRPO}
     found = pretended1.run(UPDATE, **arguments)
     assert_same(found.report, world1.run(UPDATE, **arguments).report)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_2)
-def test_two_ranks(pretended2, world2, moe_model, three_updates, layout):
-    arguments = {"model": moe_model, "samples": three_updates, "layout": LAYOUTS_2[layout], **GRPO}
+def test_two_ranks(pretended2, world2, small_moe_model, three_updates, layout):
+    arguments = {
+        "model": small_moe_model,
+        "samples": three_updates,
+        "layout": LAYOUTS_2[layout],
+        **GRPO,
+    }
     found = pretended2.run(UPDATE, **arguments)
     assert_same(found.report, world2.run(UPDATE, **arguments).report)
