@@ -20,6 +20,8 @@ from grpo_megatron.telemetry.screen import Screen
 
 _SETTLE_S = 5.0
 """Within this the ranks end that lost one: who was first is known then."""
+_LAST_WORDS_S = 60.0
+"""A controller that has told an error ends within this: its libraries take their time."""
 _CODES_OF_CONTROLLER = (
     errors.ConfigError.exit_code,
     errors.SetupError.exit_code,
@@ -65,17 +67,25 @@ class TrainingRestarts:
         """Say how trainer ranks failed; empty: none did.
 
         Ranks and the controller may see that one has died before this process can, so they are
-        given a moment until it is known who was first."""
+        given a moment until it is known who was first; so are ranks that have lost a controller
+        before that has ended."""
         trainers = self._processes.trainers
+        controller = self._processes.controller
         has_failed = any(trainer.exit_code for trainer in trainers)
-        if self._processes.controller.alive and not has_failed:
+        if controller.alive and not has_failed:
             return []
-        deadline = time.monotonic() + _SETTLE_S
+        began_s = time.monotonic()
         while True:
             ends = [trainer.end() for trainer in trainers if trainer.exit_code]  # 0: told to
-            have_ended = not any(trainer.alive for trainer in trainers)
-            is_known = have_ended or any(was_killed(end) for end in ends)
-            if is_known or time.monotonic() > deadline:
+            if any(was_killed(end) for end in ends):
+                return ends
+            if not any(process.alive for process in (*trainers, controller)):
+                return ends
+            self._messages.read(controller.output)
+            most_s = _SETTLE_S
+            if controller.alive and self._messages.failure is not None:
+                most_s = _LAST_WORDS_S
+            if time.monotonic() - began_s > most_s:
                 return ends
             time.sleep(0.05)
 

@@ -268,16 +268,33 @@ while not pid.exists() or Path("/proc", pid.read_text()).exists():
 sys.exit(1)
 """
 """The ranks end when the supervisor has seen the end of the controller."""
+END_BEFORE_THE_CONTROLLER = """
+if role.name != "controller":
+    pid = end.with_name(f"new-{role.name}")
+    pid.write_text(str(os.getpid()))
+    pid.rename(end.with_name(f"pid-{role.name}"))
+    sys.exit(1)
+def are_seen():
+    pids = [pid.read_text() for pid in end.parent.glob("pid-*")]
+    return len(pids) == 2 and not any(Path("/proc", pid).exists() for pid in pids)
+while not are_seen():
+    time.sleep(0.05)
+time.sleep(0.5)
+sys.exit(4)
+"""
+"""The controller, which has told its error, ends after the supervisor has seen the end of the
+ranks."""
 
 
+@pytest.mark.parametrize("order", [ENDS_AFTER_THE_CONTROLLER, END_BEFORE_THE_CONTROLLER])
 def test_ranks_that_lost_a_controller_with_an_error_are_not_started_again(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, order
 ):
     """What is wrong with data is told at once, with one place and one remedy."""
     endless = 'while role.name != "controller" or not end.exists():'
     assert endless in ROLE
     role = ROLE.replace(endless, 'while not (role.name[:2] in ("co", "tr") and end.exists()):')
-    role += ENDS_AFTER_THE_CONTROLLER
+    role += order
     monkeypatch.setattr(test_supervisor_hangs, "ROLE", role)
     run = Run(tmp_path, monkeypatch)
     failure = {"kind": "failure", "text": "too few", "where": "[data]", "remedy": "add rows"}
