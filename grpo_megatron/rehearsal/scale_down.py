@@ -291,9 +291,10 @@ def _lengths(config: RunConfig, changes: _Changes) -> None:
             most_new_tokens = MAX_EPISODE_TOKENS
         changes.at_most("rollout.max_new_tokens", rollout.max_new_tokens, most_new_tokens, why)
         changes.at_most("rollout.max_model_len", rollout.max_model_len, longest, why)
-    changes.at_most("rollout.segment_tokens", rollout.segment_tokens, MAX_NEW_TOKENS // 2, why)
-    changes.at_most("rollout.max_num_seqs", rollout.max_num_seqs, 64, why)
-    changes.at_most("rollout.top_k", rollout.top_k, MAX_SAMPLED_TOP_K, "a small vocabulary")
+    if config.num_replicas > 0:
+        changes.at_most("rollout.segment_tokens", rollout.segment_tokens, MAX_NEW_TOKENS // 2, why)
+        changes.at_most("rollout.max_num_seqs", rollout.max_num_seqs, 64, why)
+        changes.at_most("rollout.top_k", rollout.top_k, MAX_SAMPLED_TOP_K, "a small vocabulary")
     for number, domain in enumerate(config.domains):
         key = f"domains.{number}.max_new_tokens"
         if domain.episodes is not None:
@@ -423,12 +424,12 @@ def _without_gpus(config: RunConfig, changes: _Changes) -> None:
 def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     why = "two engines wherever the recipe has more"
     rollout = config.rollout
-    changes.set("rollout.num_replicas", _two_at_most(rollout.num_replicas), why)
-    changes.set("rollout.tensor_parallel_size", _two_at_most(rollout.tensor_parallel_size), why)
-    changes.set("rollout.data_parallel_size", _two_at_most(rollout.data_parallel_size), why)
-    changes.at_most("rollout.kv_cache_gib", rollout.kv_cache_gib, MAX_CACHE_GIB, "this machine")
-    arguments = without_option(rollout.engine_arguments, MEMORY_SHARE)
-    changes.set("rollout.engine_arguments", arguments, "arguments of a GPU")
+    if config.num_replicas > 0:
+        for name in ("num_replicas", "tensor_parallel_size", "data_parallel_size"):
+            changes.set(f"rollout.{name}", _two_at_most(getattr(rollout, name)), why)
+        changes.at_most("rollout.kv_cache_gib", rollout.kv_cache_gib, MAX_CACHE_GIB, "this machine")
+        arguments = without_option(rollout.engine_arguments, MEMORY_SHARE)
+        changes.set("rollout.engine_arguments", arguments, "arguments of a GPU")
     servers = config.placement.shared_servers
     if servers:
         changes.set("placement.shared_servers", [stand_ins.server], "a local server in their place")

@@ -17,6 +17,7 @@ from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.image_settings import ImageSettings
+from grpo_megatron.plan.advice import advice_for
 from grpo_megatron.plan.fp8_weights import FP8_RULES
 from grpo_megatron.plan.hf_config import as_transformers_reads, model_fields
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf, read_config
@@ -101,6 +102,14 @@ def test_a_recipe_keeps_what_it_has_more_than_one_of(name, tmp_path):
     if before.domains_with_episodes:
         longest = MAX_EPISODE_TOKENS
     assert after.rollout.max_new_tokens <= longest
+
+
+@pytest.mark.parametrize("name", ["stages/tiny-preferences", "stages/tiny-process-reward-model"])
+def test_a_recipe_without_engines_gets_none_of_their_settings(name, tmp_path):
+    before, after = scaled(name, tmp_path)
+    assert before.num_replicas == 0
+    assert after.rollout.max_num_seqs == before.rollout.max_num_seqs
+    assert [advice.key for advice in advice_for(after) if advice.key.startswith("rollout.")] == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
