@@ -189,7 +189,9 @@ def print_advice(config: Any, *, stage: str = "", coming: bool = False) -> None:
     for unusual in advice_for(config, coming=coming):
         lines.append(f"{unusual.key} = {as_toml(unusual.value)}: {unusual.message}")
     lines += advice_on_formats(config)
-    place = f"stage {stage}: " if stage else ""
+    place = ""
+    if stage:
+        place = f"stage {stage}: "
     for line in lines:
         typer.echo(f"warning: {place}{line}", err=True)
 

@@ -264,11 +264,15 @@ def clips_bound_what_advantages_are_made_of(config: RunConfig) -> list[Violation
     if config.kind != "rl":
         return []
     if advantage in _BY_CORRECTNESS:
-        message = f"it has no effect: advantage {advantage} asks which answers are correct, and "
-        message += "not what they earned"
+        message = (
+            f"it has no effect: advantage {advantage} asks which answers are correct, and not what "
+            "they earned"
+        )
     elif advantage in OF_TURNS:
-        message = f"it bounds the reward of an episode, and advantage {advantage} also has those "
-        message += "that the environment gives for turns, which nothing bounds"
+        message = (
+            f"it bounds the reward of an episode, and advantage {advantage} also has those that "
+            "the environment gives for turns, which nothing bounds"
+        )
     else:
         return []
     found = []

@@ -200,10 +200,14 @@ class Records:
     def _settings_of_earlier_steps(self, name: str) -> list[str]:
         """Return settings with which a run has trained steps before it was resumed with others."""
         run_dir = self.graph.run_dir(name)
+        files = sorted(run_dir.config_history.glob("step_*.json"))
+        if not files:
+            return []
+        now = read_values(run_dir.config)  # which is sound: the stage counts as unchanged
         earlier: dict[str, None] = {}
-        for file in sorted(run_dir.config_history.glob("step_*.json")):
+        for file in files:
             try:
-                then, now = read_values(file), read_values(run_dir.config)
+                then = read_values(file)
             except ConfigError:  # `replay` names it
                 continue
             changes = changed_settings(then, now, left_out=NO_INPUTS)

@@ -29,7 +29,7 @@ from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, RunL
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.stages import inputs as inputs_module
-from grpo_megatron.stages import runner
+from grpo_megatron.stages import loading, runner
 from grpo_megatron.stages.interrupts import InterruptForwarder
 from grpo_megatron.stages.loading import load_graph
 from grpo_megatron.stages.own_files import own_files
@@ -1094,6 +1094,10 @@ RESULT = {"seconds": 12.0, "eval": {"math": {"accuracy": 0.5, "pass_at_4": 0.75}
 )
 def test_gates(text, seen):
     assert parse_gate(text).check(RESULT) == seen
+
+
+def test_every_field_of_a_graph_has_a_remedy_for_wrong_values():
+    assert set(loading._VALUES) == {*loading.GraphFile.model_fields, *loading.Stage.model_fields}
 
 
 @pytest.mark.parametrize(
