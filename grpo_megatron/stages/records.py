@@ -280,9 +280,8 @@ class Records:
         if (inputs.parts, inputs.dtype) != (record.parts, record.dtype):
             changes.append("what it is made of")
         for parent in self._sources(name):
-            if not self.is_unchanged(parent) or self._identity(parent) != record.parents.get(
-                parent
-            ):
+            is_the_same = self._identity(parent) == record.parents.get(parent)
+            if not is_the_same or not self.is_unchanged(parent):
                 changes.append(f"stage {parent}")
         return changes
 
