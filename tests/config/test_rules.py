@@ -14,6 +14,7 @@ from grpo_megatron.config.rules.check import check_rules
 from grpo_megatron.config.rules.critic import CRITIC_RULES
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
+from grpo_megatron.config.rules.engines import ENGINE_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
 from grpo_megatron.config.rules.experience import EXPERIENCE_RULES
 from grpo_megatron.config.rules.lora import LORA_RUN_RULES
@@ -45,6 +46,7 @@ SEEDED = [*ALLOCATED, "seeding={}", "domains.0.template={question}"]
 AGENT = ["domains.0.template=chat", "domains.0.environment.name=calculator", "cold_start=null"]
 ALL_RULES = (
     RUN_RULES,
+    ENGINE_RULES,
     ALLOCATION_RULES,
     DISTILLATION_RULES,
     PREFERENCE_RULES,

@@ -4,6 +4,7 @@ from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
 from grpo_megatron.config.rules.critic import CRITIC_RULES
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
+from grpo_megatron.config.rules.engines import ENGINE_RULES
 from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
 from grpo_megatron.config.rules.experience import EXPERIENCE_RULES
 from grpo_megatron.config.rules.lora import LORA_RUN_RULES
@@ -32,6 +33,8 @@ def check_rules(run: RunConfig) -> list[Violation]:
     )
     for rules in of_run:
         found += rules.violations(run, config=run)
+    if run.num_replicas:
+        found += ENGINE_RULES.violations(run, config=run)
     for index, domain in enumerate(run.domains):
         for rules in (DOMAIN_RULES, ENVIRONMENT_RULES):
             found += rules.violations(run, domain, index, config=run)

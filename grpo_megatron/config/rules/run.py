@@ -1,4 +1,4 @@
-"""Rules between the tables of a run: model, data, batches, sampling, engines, publishing."""
+"""Rules between the tables of a run: model, data, batches, sampling, routing, rates."""
 
 from grpo_megatron.config.gates import parse_gate, refuse_beyond_reach, result_names
 from grpo_megatron.config.objective import OF_TURNS
@@ -10,9 +10,6 @@ from grpo_megatron.errors import GrpoMegatronError
 
 RUN_RULES = RuleSet()
 """Their checks take the run."""
-
-_BFLOAT16_GAP = 0.02
-"""Mean difference of the log-probs of a trainer and an engine that agree, in bfloat16."""
 
 
 # --- turns
@@ -264,21 +261,6 @@ def stale_rollouts_are_not_deterministic(run: RunConfig) -> Violation | None:
 # --- lengths
 
 
-@RUN_RULES.rule("completion_length")
-def prompts_have_room(run: RunConfig) -> Violation | None:
-    """Refuse completions that are as long as the context."""
-    whole = run.rollout.max_model_len
-    if run.num_replicas == 0 or run.rollout.max_new_tokens < whole:
-        return None
-    return Violation(
-        "rollout.max_new_tokens",
-        f"prompt and completion share max_model_len ({whole}): nothing is left for the prompt",
-        nearest=(whole - 1,),
-        remedy="lower rollout.max_new_tokens or raise rollout.max_model_len",
-        related=("rollout.max_model_len",),
-    )
-
-
 @RUN_RULES.rule("microbatch_length")
 def samples_fit_into_a_microbatch(run: RunConfig) -> Violation | None:
     """Refuse micro-batches that cannot hold the longest sample."""
@@ -390,93 +372,6 @@ def losses_of_replayed_experts_need_replay(run: RunConfig) -> list[Violation]:
         )
         found.append(violation)
     return found
-
-
-# --- publishing
-
-
-@RUN_RULES.rule("pause_in_flight")
-def only_rollouts_ahead_are_in_flight(run: RunConfig) -> Violation | None:
-    """Refuse to pause requests where none can be in flight."""
-    if run.num_replicas == 0 or run.publish.pause == "wait" or run.batch.max_staleness > 0:
-        return None
-    return Violation(
-        "publish.pause",
-        "nothing is in flight while weights are published: with max_staleness=0 a step is "
-        "sampled, trained and published in turn",
-        nearest=("wait",),
-        remedy="set publish.pause=wait or batch.max_staleness=1",
-        related=("batch.max_staleness",),
-    )
-
-
-@RUN_RULES.rule("publish_carrier")
-def nccl_joins_gpus_of_their_own(run: RunConfig) -> Violation | None:
-    """Refuse NCCL for weights without GPUs, and where trainer and engines share them."""
-    if run.publish.method != "nccl" or run.num_replicas == 0:
-        return None
-    if run.placement.gpus_per_node == 0:
-        return Violation(
-            "publish.method",
-            "NCCL sends from GPU to GPU, and placement.gpus_per_node = 0 says that there are none",
-            nearest=("auto", "gloo"),
-            remedy="set publish.method=auto, or placement.gpus_per_node",
-            related=("placement.gpus_per_node",),
-        )
-    if not run.shares_gpus:
-        return None
-    return Violation(
-        "publish.method",
-        "trainer and engines share GPUs, and a GPU cannot be twice in a group of NCCL",
-        nearest=("auto", "ipc"),
-        related=("placement.mode",),
-    )
-
-
-@RUN_RULES.rule("delta_of_files")
-def files_have_no_changes(run: RunConfig) -> Violation | None:
-    """Refuse changes where weights travel as files."""
-    if run.num_replicas == 0 or not run.publish.delta or run.publish.method != "file":
-        return None
-    return Violation(
-        "publish.delta",
-        "weights go through files, which are written whole (publish.method=file)",
-        nearest=(False,),
-        remedy="set publish.delta=false, or another publish.method",
-        related=("publish.method",),
-    )
-
-
-@RUN_RULES.rule("fp8_of_files")
-def files_have_no_fp8(run: RunConfig) -> Violation | None:
-    """Refuse weights in FP8 where they travel as files, which an export writes."""
-    if run.num_replicas == 0 or run.rollout.fp8 == "none" or run.publish.method != "file":
-        return None
-    return Violation(
-        "rollout.fp8",
-        "weights go through files, which have the trainer's numbers (publish.method=file)",
-        nearest=("none",),
-        remedy="set rollout.fp8=none, or another publish.method",
-        related=("publish.method",),
-    )
-
-
-@RUN_RULES.rule("canary_tolerance")
-def tolerance_allows_for_rounding(run: RunConfig) -> Violation | None:
-    """Refuse a canary tolerance below what bfloat16 rounds."""
-    tolerance = run.publish.canary_tolerance
-    rounded = "bfloat16" in (run.trainer.precision, run.rollout.dtype)
-    if run.num_replicas == 0 or not run.publish.canary or not rounded:
-        return None
-    if tolerance is None or tolerance >= _BFLOAT16_GAP:
-        return None
-    return Violation(
-        "publish.canary_tolerance",
-        "bfloat16 log-probs of a trainer and an engine that agree differ by "
-        f"{_BFLOAT16_GAP} on average: the first step would end the run",
-        nearest=(0.1,),
-        related=("trainer.precision", "rollout.dtype"),
-    )
 
 
 # --- the optimizer and the end of a run
