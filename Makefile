@@ -23,7 +23,7 @@ or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier ye
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup setup-gpu demo demo-control demo-agent demo-agent-control stages-demo stages-compare compare-ppo lint style test-fast test test-learning test-families test-recipes test-matrix test-chaos \
-	test-trace test-slurm test-contract test-device test-gpu test-properties clean
+	test-trace test-slurm test-contract test-device test-openenv test-gpu test-properties clean
 
 setup:
 	@scripts/setup.sh
@@ -125,6 +125,13 @@ test-contract: setup
 # The trainer's CUDA branch on the CPU, with tensors that say they are on a GPU.
 test-device: setup
 	$(pytest) -m device tests/device
+
+# The library of OpenEnv serves its environments, in a Python environment of its own (.openenv): it
+# wants an older `mcp` than this project's.
+test-openenv: setup
+	@test -x .openenv/bin/python || $(bin)/python -m venv .openenv
+	@.openenv/bin/python -m pip install --quiet "openenv==0.10.0"
+	OPENENV_PYTHON=$(CURDIR)/.openenv/bin/python $(pytest) tests/environments/test_openenv.py
 
 # The environment for GPUs, beside that for CPUs (.venv-gpu). No GPU is needed to make it.
 setup-gpu:

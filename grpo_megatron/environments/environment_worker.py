@@ -203,10 +203,16 @@ def _reason_of(error: Exception) -> str:
         if isinstance(error, Unscorable):
             return str(error.reason)
         if isinstance(error, EpisodeError):
-            return str(error.message)
+            return _in_a_line(error)
         return f"it raised {kind}: {error}"[:500]
     except BaseException:
         return f"it raised {kind}, whose text cannot be had"
+
+
+def _in_a_line(error: EpisodeError) -> str:
+    if not error.remedy:
+        return str(error.message)
+    return f"{error.message}; {error.remedy}"
 
 
 def _bound(begin: Begin) -> BoundEnvironment:

@@ -7,10 +7,10 @@ import math
 import random
 import re
 
-from grpo_megatron.data.conversation import Message, with_last_question
+from grpo_megatron.data.conversation import Message
 from grpo_megatron.environments.protocol import Observation, Outcome, Reply, Step
 from grpo_megatron.environments.registry import traits
-from grpo_megatron.environments.tools import first_messages
+from grpo_megatron.environments.tools import messages_with
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.types import Problem
 
@@ -22,12 +22,6 @@ _LARGEST_READ = 999_999_999
 
 def _numbers(text: str) -> list[int]:
     return [int(found.replace("−", "-")) for found in _WHOLE_NUMBER.findall(text)]
-
-
-def _with_rules(problem: Problem, rules: str) -> tuple[Message, ...]:
-    """Return the problem's conversation, with the rules below what the user says last."""
-    messages = first_messages(problem)
-    return tuple(with_last_question(messages, lambda said: f"{said}\n\n{rules}".strip()))
 
 
 def _randomness(game: str, problem: Problem, seed: int) -> random.Random:
@@ -136,7 +130,7 @@ class LightsOut(Game):
             "lights off. In each turn write one move: the row and the column to press, counted "
             f"from 1, for example: press 1 2\n\n{self._board}"
         )
-        return Observation(_with_rules(problem, rules), (), self._state, self.outcome(False))
+        return Observation(messages_with(problem, rules), (), self._state, self.outcome(False))
 
     async def step(self, reply: Reply) -> Step:
         """Press what the last two numbers of the turn name."""
@@ -203,7 +197,7 @@ class GuessNumber(Game):
             f"I think of a whole number from 1 to {self._largest}. Guess it: write one number in "
             "each turn, and I say whether it is too low or too high."
         )
-        return Observation(_with_rules(problem, rules), (), self._state, self.outcome(False))
+        return Observation(messages_with(problem, rules), (), self._state, self.outcome(False))
 
     async def step(self, reply: Reply) -> Step:
         """Compare the last number of the turn."""

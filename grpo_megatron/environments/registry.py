@@ -24,6 +24,7 @@ SHIPPED = {
     "guess_number": "grpo_megatron.environments.games:GuessNumber",
     "lights_out": "grpo_megatron.environments.games:LightsOut",
     "mcp": "grpo_megatron.environments.mcp_tools:McpTools",
+    "openenv": "grpo_megatron.environments.openenv:OpenEnvironment",
     "python": "grpo_megatron.environments.python:PythonInterpreter",
     "remote": "grpo_megatron.environments.remote:RemoteEnvironment",
     "search": "grpo_megatron.environments.search:Search",

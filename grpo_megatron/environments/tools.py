@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.data.conversation import Message, conversation_of
+from grpo_megatron.data.conversation import Message, conversation_of, with_last_question
 from grpo_megatron.environments.protocol import (
     Observation,
     Outcome,
@@ -157,6 +157,13 @@ def first_messages(problem: Problem) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def messages_with(problem: Problem, told: str) -> tuple[Message, ...]:
+    """Return the conversation with which a problem begins, and what an environment tells below what
+    the user says last: its rules, its first state."""
+    messages = first_messages(problem)
+    return tuple(with_last_question(messages, lambda said: f"{said}\n\n{told}".strip()))
+
+
 class History:
     """Names the state of an episode by all that its environment has said, and what was done in it
     that later turns find again."""
@@ -266,7 +273,7 @@ class ToolEnvironment:
         if reply.error is not None:
             self._num_calls += 1
             self._num_errors += 1
-            _append_error(messages, f"error: {reply.error}")
+            append_error(messages, f"error: {reply.error}")
         if self.names_states_by_results:
             self._history.add(messages)
         return Step(tuple(messages), state=self._history.state, outcome=self._outcome(0.0))
@@ -303,7 +310,7 @@ class ToolEnvironment:
         return methods
 
 
-def _append_error(messages: list[Message], error: str) -> None:
+def append_error(messages: list[Message], error: str) -> None:
     """Append what is wrong with a call that could not be read: behind the results of the others,
     since templates want a result for each call and no more, or as the user's where there is
     none."""

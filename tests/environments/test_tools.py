@@ -37,10 +37,12 @@ def play(environment, *replies, problem=PROBLEM, seed=0):
     """The observation and the steps of an episode."""
 
     async def episode():
-        found = [await environment.reset(problem, seed)]
-        for reply in replies:
-            found.append(await environment.step(reply))
-        await environment.close()
+        try:
+            found = [await environment.reset(problem, seed)]
+            for reply in replies:
+                found.append(await environment.step(reply))
+        finally:
+            await environment.close()
         return found
 
     return asyncio.run(episode())
