@@ -69,7 +69,9 @@ def test_a_page_is_self_contained(tmp_path):
     assert not re.search(r"""(?:src|href)=["'](?!data:,)|@import|url\(|fetch\(|XMLHttp""", text)
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
     assert "NaN" not in text[text.index('id="data"') : text.index("</script>")]
-    assert all((ASSETS / name).read_text() in text for name in ("style.css", "sections.js"))
+    assert sorted(ASSETS.glob("*.css")) and sorted(ASSETS.glob("*.js"))
+    for file in (*ASSETS.glob("*.css"), *ASSETS.glob("*.js")):
+        assert file.read_text() in text, f"page.html does not include {file.name}"
 
 
 def test_metrics_are_columns(tmp_path):

@@ -1,53 +1,84 @@
-// Elements and numbers.
+// Elements of the page, and the few shapes of text that several sections have.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with attributes (functions listen) and children; null children are left out. */
+/** An element that `make` has made of its tag. attributes: a function listens to the event of its
+ *  name, what is null, undefined or false is left out; children: nodes, texts and lists of them,
+ *  of which null and undefined are left out. */
 function element(make, tag, attributes, children) {
+  const isThere = value => value !== null && value !== undefined;
   const node = make(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
-    if (typeof value === "function") node.addEventListener(name, value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value);
+    if (typeof value === "function") {
+      node.addEventListener(name, value);
+    } else if (isThere(value) && value !== false) {
+      node.setAttribute(name, value);
+    }
   }
-  node.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined));
+  const present = children.flat(Infinity).filter(isThere);
+  node.append(...present);
   return node;
 }
-const el = (tag, attributes, ...children) => element(t => document.createElement(t), tag, attributes, children);
-const svg = (tag, attributes, ...children) => element(t => document.createElementNS(SVG, t), tag, attributes, children);
 
-const isNumber = value => typeof value === "number";
-
-/** Up to `digits` digits; what is not known is a dash. */
-function show(value, digits = 4) {
-  if (!isNumber(value)) return "–";
-  const size = Math.abs(value), rounded = Number(value.toPrecision(digits));
-  if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return rounded.toExponential();
-  return String(rounded);
-}
-const signed = value => (isNumber(value) && value > 0 ? "+" : "") + show(value);
-
-function duration(seconds) {
-  if (!isNumber(seconds)) return null;
-  if (seconds < 120) return show(Number(seconds.toPrecision(3))) + " s";
-  const minutes = Math.round(seconds / 60);
-  return minutes < 120 ? minutes + " min" : Math.floor(minutes / 60) + " h " + (minutes % 60) + " min";
+/** An element of HTML; see `element`. */
+function el(tag, attributes, ...children) {
+  const make = name => document.createElement(name);
+  return element(make, tag, attributes, children);
 }
 
-function bytes(value) {
-  const [unit, name] = value >= 2 ** 30 ? [2 ** 30, "GiB"] : value >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
-  return show(Number((value / unit).toPrecision(3))) + " " + name;
+/** An element of a picture; see `element`. */
+function svg(tag, attributes, ...children) {
+  const make = name => document.createElementNS(SVG, name);
+  return element(make, tag, attributes, children);
 }
 
-/** head: column names; rows: cells (text or elements); text: columns that are not numbers. */
+/** A paragraph beside the matter: `content` is what `el` takes as children. */
+function remark(...content) {
+  return el("p", { class: "muted" }, content);
+}
+
+/** A paragraph that says what is not there. */
+function absence(text) {
+  return el("p", { class: "absent" }, text);
+}
+
+/** A list of texts that say what is not there; null where there are none. */
+function absences(texts) {
+  if (!texts.length) return null;
+  const items = texts.map(text => el("li", null, text));
+  return el("ul", { class: "absent" }, items);
+}
+
+/** A table that scrolls sideways. head: names of columns; rows: lists of cells, each a text, an
+ *  element or a list of them; text: indices of the columns that are no numbers. */
 function table(head, rows, text = [0]) {
-  const kind = column => (text.includes(column) ? "text" : null);
-  return el("div", { class: "scroll" }, el("table", null,
-    el("thead", null, el("tr", null, head.map((name, i) => el("th", { class: kind(i), scope: "col" }, name)))),
-    el("tbody", null, rows.map(cells => el("tr", { class: cells.total ? "total" : null },
-      cells.map((cell, i) => el("td", { class: kind(i) }, cell)))))));
+  const kindOf = column => (text.includes(column) ? "text" : null);
+  const headCells = head.map((name, column) => {
+    return el("th", { class: kindOf(column), scope: "col" }, name);
+  });
+  const bodyRows = rows.map(cells => {
+    const made = cells.map((cell, column) => el("td", { class: kindOf(column) }, cell));
+    return el("tr", null, made);
+  });
+  const headPart = el("thead", null, el("tr", null, headCells));
+  const bodyPart = el("tbody", null, bodyRows);
+  return el("div", { class: "scroll" }, el("table", null, headPart, bodyPart));
 }
 
-/** Facts as labelled boxes; those without a value are left out. */
-const facts = pairs => el("dl", { class: "facts" }, pairs.filter(([, value]) => value || value === 0).map(
-  ([label, value]) => el("div", null, el("dt", null, label), el("dd", null, String(value)))));
+/** Boxes with a label and a value each. pairs: [label, value]; those without a value are left
+ *  out, 0 is one. */
+function facts(pairs) {
+  const boxes = [];
+  for (const [label, value] of pairs) {
+    if (value || value === 0) {
+      const name = el("dt", null, label);
+      boxes.push(el("div", null, name, el("dd", null, String(value))));
+    }
+  }
+  return el("dl", { class: "facts" }, boxes);
+}
+
+/** The parts with a space between each and the next. */
+function spaced(parts) {
+  return parts.flatMap((part, i) => (i === 0 ? [part] : [" ", part]));
+}

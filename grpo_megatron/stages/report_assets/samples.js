@@ -1,42 +1,91 @@
-// Best and worst samples, tokens coloured by their advantage.
+// Best and worst samples, tokens coloured by their advantage. full: the |advantage| of full colour.
 
-function tokenSpan([id, text, advantage], full) {
-  const share = full > 0 ? Math.abs(advantage) / full : 0, sign = advantage > 0 ? "plus" : advantage < 0 ? "minus" : "";
-  const shown = text === "" ? el("small", null, `⟨${id}⟩`) : text.replaceAll("\n", "⏎\n");
-  return el("span", { class: "token " + sign, title: `token ${id}, advantage ${signed(Number(advantage.toFixed(4)))}`,
-    style: sign ? `background: rgb(var(--${sign}) / ${(0.08 + 0.42 * share).toFixed(2)})` : null }, shown);
+/** Advantages of some tokens as a text, one number or two ends; null where there is no token. */
+function advantageRange(tokens) {
+  if (!tokens.length) return null;
+  const advantages = tokens.map(token => token[2]);
+  const low = least(advantages);
+  const high = most(advantages);
+  if (high - low < 1e-9) return signed(low, 4);
+  return `${signed(low, 3)} to ${signed(high, 3)}`;
 }
 
-/** One sample as a card. full: the |advantage| of full colour. */
+/** The line above a sample. */
+function sampleHead(sample) {
+  const { rank, step, domain } = sample;
+  const told = [` step ${step}, ${domain}: reward `, el("b", null, show(sample.reward))];
+  const advantage = advantageRange(tokensOf(sample));
+  if (advantage !== null) told.push(", advantage ", el("b", null, advantage));
+  return el("div", null, el("span", { class: "tag " + rank }, rank), told);
+}
+
+/** Prompt and completion of a sample without turns, or of an episode that has left the store. */
+function sampleText(sample, full) {
+  const completion = sample.tokens ? tokenSpans(sample.tokens, full) : sample.completion;
+  const completions = [...(sample.earlier || []), completion];
+  const prompt = el("pre", { class: "prompt" }, sample.prompt);
+  return [prompt, completions.map(text => el("pre", { class: "completion" }, text))];
+}
+
+/** The line below a sample. */
+function sampleFacts(sample) {
+  const told = [`expected ${sample.answer || "–"}`];
+  told.push(`${sample.length} tokens, ended by ${sample.finish_reason}`);
+  for (const [name, value] of Object.entries(sample.components)) {
+    told.push(`${name} ${show(value)}`);
+  }
+  return el("div", { class: "muted" }, told.join(" · "));
+}
+
+/** One sample as a card. */
 function sampleCard(sample, full) {
-  const tokens = sample.tokens || null;
-  const advantages = tokensOf(sample).map(token => token[2]);
-  const low = least(advantages), high = most(advantages);
-  const advantage = !advantages.length ? null : high - low < 1e-9 ? signed(Number(low.toFixed(4)))
-    : `${signed(Number(low.toFixed(3)))} to ${signed(Number(high.toFixed(3)))}`;
-  const more = tokens ? sample.length - tokens.length : 0;
-  return el("article", { class: "card sample" },
-    el("div", null, el("span", { class: "tag " + sample.rank }, sample.rank), ` step ${sample.step}, ${sample.domain}: reward `,
-      el("b", null, show(sample.reward)), advantage === null ? null : [", advantage ", el("b", null, advantage)]),
-    sample.sequences ? conversationOf(sample, full) : [el("pre", { class: "prompt" }, sample.prompt),
-      (sample.earlier || []).map(text => el("pre", { class: "completion" }, text)),
-      el("pre", { class: "completion" }, tokens ? tokens.map(token => tokenSpan(token, full)) : sample.completion)],
-    more > 0 ? el("p", { class: "muted" }, `… ${more} more tokens`) : null,
-    el("div", { class: "muted" }, [`expected ${sample.answer || "–"}`, `${sample.length} tokens, ended by ${sample.finish_reason}`,
-      ...Object.entries(sample.components).map(([name, value]) => `${name} ${show(value)}`)].join(" · ")));
+  let text;
+  if (sample.sequences) {
+    text = conversationOf(sample, full);
+  } else {
+    text = sampleText(sample, full);
+  }
+  const notShown = sample.tokens ? sample.length - sample.tokens.length : 0;
+  const more = notShown > 0 ? remark(`… ${notShown} more tokens`) : null;
+  const attributes = { class: "card sample" };
+  return el("article", attributes, sampleHead(sample), text, more, sampleFacts(sample));
 }
 
-/** steps: `recorded` of a run; plain: samples without tokens. weighs: whether the run has advantages. */
+/** Cards of samples side by side. */
+function sampleCards(samples, full) {
+  const cards = samples.map(sample => sampleCard(sample, full));
+  return el("div", { class: "pair" }, cards);
+}
+
+/** Samples of a step that is in the store. */
+function stepSamples(step) {
+  const tokens = step.samples.flatMap(tokensOf);
+  const full = largest(tokens.map(token => token[2]));
+  let note = null;
+  if (step.lacks.length) {
+    const lacks = step.lacks.join(", ");
+    note = remark(
+      `The estimator of this run needs ${lacks}, which only the trainer had: coloured by the`
+        + " advantages of plain GRPO, (R − mean) / (std of the group + ε).",
+    );
+  }
+  return el("div", null, note, sampleCards(step.samples, full));
+}
+
+/** Samples of a run, the newest first. steps: `recorded` of a run; plain: samples without tokens;
+ *  weighs: whether the run has advantages. */
 function samplesOf(steps, plain, weighs) {
-  if (!steps.length && !plain.length) return el("p", { class: "absent" }, "No sample was recorded.");
-  const pairs = list => el("div", { class: "pair" }, list);
-  if (!weighs) return pairs([...plain].reverse().map(sample => sampleCard(sample, 0)));
-  const parts = steps.length ? [...steps].reverse().map(step => {
-    const full = most(step.samples.flatMap(s => tokensOf(s).map(t => Math.abs(t[2]))));
-    return el("div", null, step.lacks.length ? el("p", { class: "muted" },
-      `The estimator of this run needs ${step.lacks.join(", ")}, which only the trainer had: coloured by the advantages of plain GRPO, (R − mean) / (std of the group + ε).`) : null,
-    pairs(step.samples.map(sample => sampleCard(sample, full))));
-  }) : [el("p", { class: "muted" }, "No step is in the sample store any more: advantages are not known."),
-    pairs([...plain].reverse().map(sample => sampleCard(sample, 0)))];
-  return el("div", null, el("p", { class: "muted" }, "Tokens with a positive advantage are underlined and blue, with a negative one dashed and orange; the darker, the larger. Hover for the number."), parts);
+  if (!steps.length && !plain.length) return absence("No sample was recorded.");
+  const newestPlain = [...plain].reverse();
+  if (!weighs) return sampleCards(newestPlain, 0);
+  const how = remark(
+    "Tokens with a positive advantage are underlined and blue, with a negative one dashed and"
+      + " orange; the darker, the larger. Hover for the number.",
+  );
+  if (steps.length) {
+    const newest = [...steps].reverse();
+    return el("div", null, how, newest.map(stepSamples));
+  }
+  const unknown = remark("No step is in the sample store any more: advantages are not known.");
+  return el("div", null, how, unknown, sampleCards(newestPlain, 0));
 }

@@ -1,71 +1,144 @@
-// A policy update on one sample: the probability of every token moves from before the step to after.
+// A policy update on one sample: the probability of every token moves from before the step to
+// after.
 
 const PLAY_MS = 1600;
+/** A probability that moves by less is drawn as one that stays. */
+const LEAST_GAIN = 5e-5;
 
-/** Rounded as a percentage that tells small probabilities from 0. */
-const percent = p => (p >= 0.0995 ? (p * 100).toFixed(1) : Number((p * 100).toPrecision(2))) + " %";
-const total = values => values.reduce((sum, value) => sum + value, 0);
-
-/** A token with its probabilities; moveTo(share) shows it between before (0) and after (1). */
-function stepToken([id, text, engine, before, after, advantage]) {
-  const from = Math.exp(before), to = Math.exp(after), gain = to - from;
-  const sign = Math.abs(gain) < 5e-5 ? "" : gain > 0 ? "plus" : "minus";
-  const shown = text === "" ? el("small", null, `⟨${id}⟩`) : text.replaceAll("\n", "⏎");
-  const node = el("span", { class: "step-token " + sign,
-    title: `token ${id}: ${percent(from)} → ${percent(to)} (engine ${percent(Math.exp(engine))}), advantage ${signed(Number(advantage.toFixed(4)))}` }, shown);
+/** A token [id, text, log-prob of the engine, before and after the step, advantage] as {node,
+ *  moveTo}; moveTo(share) shows it between before (0) and after (1). */
+function stepToken(token) {
+  const [id, text, engine, before, after, advantage] = token;
+  const from = Math.exp(before);
+  const to = Math.exp(after);
+  const gain = to - from;
+  const movement = `${percent(from)} → ${percent(to)} (engine ${percent(Math.exp(engine))})`;
+  const attributes = {
+    class: "step-token " + signClass(gain, LEAST_GAIN),
+    title: `token ${id}: ${movement}, advantage ${signed(advantage, 4)}`,
+  };
+  const node = el("span", attributes, tokenText(id, text, "⏎"));
   const moveTo = share => {
-    const p = from + gain * share;
-    node.style.setProperty("--p", p.toFixed(4));
-    node.dataset.probability = p;
+    const probability = from + gain * share;
+    node.style.setProperty("--p", probability.toFixed(4));
+    node.dataset.probability = probability;
   };
   return { node, moveTo };
 }
 
-/** samples: `moved` of a run. */
-function updateOf(samples) {
-  if (!samples.length) {
-    return el("p", { class: "absent" }, "No recorded step has log-probs after its optimizer steps: objective.monitor_share is 0, nothing was trained yet, or the steps are of an older version.");
-  }
-  const text = el("pre", { class: "update" }), prompt = el("pre", { class: "prompt" }), facts = el("p", { class: "muted" });
-  const readout = el("span", { role: "status" });
-  const slider = el("input", { type: "range", min: 0, max: 1, step: 0.01, "aria-label": "from before the step to after it", input: () => moveTo(Number(slider.value)) });
-  let tokens = [], run = 0;
+/** What the step did to a sample, in words. */
+function movementOf(sample) {
+  const { tokens } = sample;
+  const before = sumOf(tokens.map(token => token[3]));
+  const after = sumOf(tokens.map(token => token[4]));
+  const gain = signed(after - before, 3);
+  const likelier = tokens.filter(token => token[4] > token[3]).length;
+  const notShown = sample.length - tokens.length;
+  const logprobs = `${before.toFixed(3)} → ${after.toFixed(3)} (${gain})`;
+  const told = [
+    `Reward ${show(sample.reward)}.`,
+    `Log-prob of the ${tokens.length} tokens ${logprobs}; ${likelier} became likelier.`,
+  ];
+  if (notShown > 0) told.push(`… ${notShown} more tokens.`);
+  return told.join(" ");
+}
 
-  function moveTo(share) {
-    slider.value = share;
-    tokens.forEach(token => token.moveTo(share));
-    readout.textContent = share <= 0 ? "before the step" : share >= 1 ? "after the step" : `${Math.round(share * 100)} % of the way`;
+/** The words for a share of the way from before the step to after it. */
+function shareWords(share) {
+  if (share <= 0) return "before the step";
+  if (share >= 1) return "after the step";
+  return `${Math.round(share * 100)} % of the way`;
+}
+
+/** A sample whose tokens move by a slider, or by themselves. samples: `moved` of a run. */
+class UpdatePlayer {
+  constructor(samples) {
+    this.samples = samples;
+    this.text = el("pre", { class: "update" });
+    this.prompt = el("pre", { class: "prompt" });
+    this.movement = el("p", { class: "muted" });
+    this.readout = el("span", { role: "status" });
+    this.slider = el("input", {
+      type: "range",
+      min: 0,
+      max: 1,
+      step: 0.01,
+      "aria-label": "from before the step to after it",
+      input: () => this.moveTo(Number(this.slider.value)),
+    });
+    this.tokens = [];
+    this.playing = 0; // number of the newest play; an older one ends
+    this.choose(samples[0]);
   }
 
-  /** Once from before to after; at once for whom motion disturbs. */
-  function play() {
-    const mine = ++run, start = performance.now();
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) { moveTo(1); return; }
+  /** Shows a sample before the step. */
+  choose(sample) {
+    this.playing++;
+    this.tokens = sample.tokens.map(stepToken);
+    this.text.replaceChildren(...this.tokens.map(token => token.node));
+    this.prompt.textContent = sample.prompt;
+    this.movement.textContent = movementOf(sample);
+    this.moveTo(0);
+  }
+
+  /** Shows all tokens at a share of the way from before the step to after it. */
+  moveTo(share) {
+    this.slider.value = share;
+    this.tokens.forEach(token => token.moveTo(share));
+    this.readout.textContent = shareWords(share);
+  }
+
+  /** Moves once from before to after; at once for whom motion disturbs. */
+  play() {
+    this.playing++;
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) {
+      this.moveTo(1);
+      return;
+    }
+    const mine = this.playing;
+    const start = performance.now();
     const frame = now => {
-      if (mine !== run) return;
-      const share = Math.min((now - start) / PLAY_MS, 1);
-      moveTo(Math.max(share, 0));
+      if (this.playing !== mine) return;
+      const share = clamped((now - start) / PLAY_MS, 0, 1);
+      this.moveTo(share);
       if (share < 1) requestAnimationFrame(frame);
     };
     requestAnimationFrame(frame);
   }
 
-  function build(sample) {
-    run++;
-    tokens = sample.tokens.map(stepToken);
-    text.replaceChildren(...tokens.map(token => token.node));
-    prompt.textContent = sample.prompt;
-    const before = total(sample.tokens.map(token => token[3])), after = total(sample.tokens.map(token => token[4]));
-    const likelier = sample.tokens.filter(token => token[4] > token[3]).length, more = sample.length - sample.tokens.length;
-    facts.textContent = `Reward ${show(sample.reward)}. Log-prob of the ${sample.tokens.length} tokens ${before.toFixed(3)} → ${after.toFixed(3)} (${signed(Number((after - before).toFixed(3)))}); `
-      + `${likelier} became likelier.${more > 0 ? ` … ${more} more tokens.` : ""}`;
-    moveTo(0);
+  /** The choice of the sample. */
+  choice() {
+    const options = this.samples.map((sample, i) => {
+      const { step, row, domain, reward } = sample;
+      const name = `step ${step}, sample ${row} (${domain}, reward ${show(reward)})`;
+      return el("option", { value: i }, name);
+    });
+    const change = () => this.choose(this.samples[Number(select.value)]);
+    const select = el("select", { "aria-label": "sample", change }, options);
+    return select;
   }
 
-  const select = el("select", { "aria-label": "sample", change: () => build(samples[Number(select.value)]) },
-    samples.map((sample, i) => el("option", { value: i }, `step ${sample.step}, sample ${sample.row} (${sample.domain}, reward ${show(sample.reward)})`)));
-  build(samples[0]);
-  return el("div", { class: "card step-update" }, el("p", null, select, " ", el("button", { type: "button", click: play }, "Play"), " ", slider, " ", readout),
-    prompt, text, facts,
-    el("p", { class: "muted" }, "A token is filled to its probability under the trainer's policy; blue becomes likelier in this step, dashed orange less likely. Of the samples that objective.monitor_share measures, those that moved the most."));
+  /** The player as a card. */
+  card() {
+    const play = el("button", { type: "button", click: () => this.play() }, "Play");
+    const controls = el("p", null, spaced([this.choice(), play, this.slider, this.readout]));
+    const how = remark(
+      "A token is filled to its probability under the trainer's policy; blue becomes likelier in"
+        + " this step, dashed orange less likely. Of the samples that objective.monitor_share"
+        + " measures, those that moved the most.",
+    );
+    const attributes = { class: "card step-update" };
+    return el("div", attributes, controls, this.prompt, this.text, this.movement, how);
+  }
+}
+
+/** A policy update on samples, of which one can be chosen. samples: `moved` of a run. */
+function updateOf(samples) {
+  if (!samples.length) {
+    return absence(
+      "No recorded step has log-probs after its optimizer steps: objective.monitor_share is 0,"
+        + " nothing was trained yet, or the steps are of an older version.",
+    );
+  }
+  return new UpdatePlayer(samples).card();
 }
