@@ -55,6 +55,9 @@ def test_wheel_carries_everything(tmp_path):
         archive.extractall(tmp_path / "site")
         names = archive.namelist()
     assert not any(name.startswith(("models/", "recipes/", "tests/")) for name in names)
+    for folder in (ROOT / "grpo_megatron/stages/report_assets", ROOT / "grpo_megatron/telemetry"):
+        for file in folder.iterdir():
+            assert file.is_dir() or str(file.relative_to(ROOT)) in names
     code = (
         "from grpo_megatron import assets; from grpo_megatron.plan.resolve import resolve; "
         "print(assets.root(), resolve('demo/gspo-moe-cpu').config.name)"
