@@ -52,6 +52,8 @@ def write_report(target: str, to: Path | None = None) -> Path:
 
 
 def _stages(graph: Graph) -> dict[str, Any]:
+    """Return what the page shows of each stage, by name. changed: in what it differs from what it
+    would be now; notes: what is to be known of one that counts as unchanged."""
     records = Records(graph)
     found = {}
     for name, stage in graph.table.stages.items():
@@ -67,5 +69,7 @@ def _stages(graph: Graph) -> dict[str, Any]:
             "gates": graph.gates(name),
             "closed": closed,
             "result": records.result(name),
+            "changed": records.changed_since(name),
+            "notes": records.notes(name),
         }
     return found

@@ -31,7 +31,7 @@ from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.samples import write_samples
 from tests.stages.report_runs import RESULT, RESULT_TEXT, TURNS, samples_of, write_run
-from tests.stages.test_graph import GRAPH, finish
+from tests.stages.test_graph import GRAPH, changed, finish
 
 ASSETS = Path(__file__).parents[2] / "grpo_megatron" / "stages" / "report_assets"
 
@@ -46,6 +46,10 @@ def data_of(page: Path) -> dict:
 
 def report_of(root: Path, **arguments) -> dict:
     return data_of(write_report(str(write_run(root, **arguments).root)))["runs"][0]
+
+
+OTHER = {"version": "0.0.9", "digest": "ab" * 32}
+"""Code that is not the code of here."""
 
 
 @pytest.fixture
@@ -405,6 +409,33 @@ def test_a_graph_has_states_gates_and_runs(finished):
     ]
     assert any("seen: 0.5" in text for text in data["graph"]["one"]["closed"])
     assert [run["name"] for run in data["runs"]] == ["base", "one", "two"]
+
+
+def test_a_graph_says_what_made_its_stages_and_what_has_changed(browser, finished):
+    """Below the state of the stage that it is about, and nothing below that of others."""
+    append_event(load_graph(finished).run_dir("base").events, "code", **OTHER)
+    changed(finished, "optimizer.lr=1e-4", "optimizer.lr=2e-4")
+    page = write_report(str(finished))
+    stages = data_of(page)["graph"]
+    [note] = stages["base"]["notes"]
+    assert note.startswith("made by other code: 0.0.9, code ababababab; now ")
+    assert stages["one"]["changed"] == "changed: optimizer.lr"
+    assert [stages[name]["changed"] for name in ("base", "two", "final")] == ["", "", ""]
+    assert [stages[name]["notes"] for name in ("one", "two", "final")] == [[], [], []]
+    plots_of(browser, page)
+    rows = browser.run("""const table = document.querySelector('.stages').closest('section')
+            .querySelector('table');
+        return [...table.querySelectorAll('tbody tr')].map(row => [
+            row.cells[0].textContent,
+            row.cells[2].firstChild.textContent,
+            [...row.cells[2].querySelectorAll('li')].map(line => line.textContent)])""")
+    assert rows == [
+        ["base", "✓ done", [note]],
+        ["one", "○ ready", ["changed: optimizer.lr"]],
+        ["two", "✓ done", []],
+        ["soup", "– waiting", []],
+        ["final", "– waiting", []],
+    ]
 
 
 def test_the_help_tells_of_runs_and_graphs(capsys, monkeypatch):

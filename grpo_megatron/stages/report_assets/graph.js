@@ -1,5 +1,14 @@
 // The section of a graph: its picture, and a table of its stages.
 
+/** The state of a stage, and below it in what it has changed and what is to be known of it. */
+function stateCell(stage) {
+  const lines = stage.changed ? [stage.changed, ...stage.notes] : stage.notes;
+  const state = stateWords(stage);
+  if (!lines.length) return state;
+  const items = lines.map(line => el("li", null, line));
+  return [state, el("ul", { class: "stage-notes" }, items)];
+}
+
 /** The stages that a stage builds on. */
 function parentsCell(stage) {
   if (!stage.parents.length) return "–";
@@ -28,7 +37,7 @@ function stageRow(name, stage, isLinked) {
   return [
     title,
     kindWords(stage),
-    stateWords(stage),
+    stateCell(stage),
     parentsCell(stage),
     show(accuracyOf(stage.result)),
     duration(stage.result.seconds) || "–",
