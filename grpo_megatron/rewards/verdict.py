@@ -5,9 +5,12 @@ its parts:
 
     line    = number ":" score [scale] [comment]
     score   = digits ["." digits]                  from 0 to 10
-    scale   = ("/" | "of" | "out of") "10"
+    scale   = ["," | ";" | ":" | dash] ("/" | "of" | "out of") "10"
     comment = "(" anything
             | ("," | ";" | ":" | "." | "!" | dash) anything that does not begin with a number
+
+A comment in brackets that begins with the score on a scale of its own (`4 (80%)`, `4 (4/5)`) has to
+agree with the score, up to rounding.
 
 A line that has words right behind its score (`2: 10 would need a proof`), or words in place of one,
 is prose and says nothing. Any other (`4/5`, `8,5`, `3-8`, `5%`, `<2`, `11`) is meant as a score,
@@ -22,12 +25,20 @@ _BEST = 10.0
 _OPENING = " \t\r*_`\"'“‘([{|"
 _CLOSING = " \t\r*_`\"'”’)]}|"
 _NUMBERED = re.compile(r"[^\w\n]*(?P<number>\d{1,6})[^\w\n]*:(?P<said>.*)")
+_NUMBER = r"\d+(?:\.\d+)?"
+_SCALE = rf"(?:/|(?:out\s+)?of\b)[{re.escape(_OPENING)}]*(?P<best>{_NUMBER})"
 _SCORE = re.compile(
-    rf"(?P<score>\d+(?:\.\d+)?)"
-    rf"(?:[{re.escape(_CLOSING)}]*(?:/|(?:out\s+)?of\b)"
-    rf"[{re.escape(_OPENING)}]*(?P<best>\d+(?:\.\d+)?))?",
+    rf"(?P<score>{_NUMBER})(?:[{re.escape(_OPENING + _CLOSING)},;:–—−-]*{_SCALE})?",
     re.IGNORECASE,
 )
+_RESTATED = re.compile(
+    rf"[(\[{{][{re.escape(_OPENING)}]*(?P<score>{_NUMBER})"
+    rf"[{re.escape(_CLOSING)}]*+(?:%|{_SCALE})(?!\.?\d|[{re.escape(_CLOSING)}]*+\w)",
+    re.IGNORECASE,
+)
+"""A comment that begins with a score and its scale. Words behind them (`3 of 5 facts`) make them
+what was counted, not the score."""
+_ROUNDED_BY = 0.5
 _COMMENT = re.compile(r"[,;:.!…–—−-](?!\W*\d)|[(\[{]")
 """How a comment begins. A number behind the comma, point, colon or dash would make the score half
 of a decimal number, of a range or of a list."""
@@ -91,6 +102,22 @@ def _read(said: str) -> tuple[_Reading, float]:
         return "prose", score
     if comment and not _COMMENT.match(comment):
         return "unclear", score
+    if found["best"] is None and _is_contradicted(score, comment):
+        return "unclear", score
     if re.search(r"\w", comment):
         return "commented", score
     return "alone", score
+
+
+def _is_contradicted(score: float, comment: str) -> bool:
+    """Return whether a comment begins with the score on another scale, which would be another
+    score of 10."""
+    restated = _RESTATED.match(comment)
+    if restated is None:
+        return False
+    best = float(restated["best"] or 100.0)
+    if best == 0:
+        return True
+    share = float(restated["score"]) / best
+    is_same = abs(_BEST * share - score) <= _ROUNDED_BY
+    return not is_same

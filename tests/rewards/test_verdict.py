@@ -42,6 +42,22 @@ CLEAR = {
     "1: 8 out of 10": 8,
     "1: **8** out of **10**": 8,
     "1: 8 Out of 10 (weak)": 8,
+    "1: 8 (out of 10)": 8,
+    "1: **8** [/10]": 8,
+    "1: 8, out of 10": 8,
+    "1: 8 - of 10": 8,
+    "1: 2\n1: 8 (out of 10 facts are there)": 2,
+    "1: 8 (8/10)": 8,
+    "1: 8 (80%)": 8,
+    "1: 8 (4/5, weak)": 8,
+    "1: 7 (2 of 3)": 7,
+    "1: 0 (0 %)": 0,
+    "1: 8 (80% of the facts)": 8,
+    "1: 8 (3/5 facts)": 8,
+    "1: 8/10 (3/5)": 8,
+    "1: 8 (2 + 6)": 8,
+    "1: 8 - of course": 8,
+    "1: 8. Of 3 facts none is wrong.": 8,
     "1: 8 (weak)": 8,
     "1: 8 (3 of 5 facts)": 8,
     "1: 8, as it lacks a proof": 8,
@@ -79,6 +95,25 @@ NOT_CLEAR = [
     "1: 8/10.5",
     "1: 4 out of 5",
     "1: 4 of 5",
+    "1: 4 (out of 5)",
+    "1: 4 (/5)",
+    "1: 4 (of 5)",
+    "1: 4 [out of 5]",
+    "1: 4 (out of 5 points)",
+    "1: **4** (out of 5)",
+    "1: **4** (**out of** 5)",
+    "1: 4, out of 5",
+    "1: 4 - out of 5",
+    "1: 4 — /5",
+    "1: 4: of 5",
+    "1: 4 (4/5)",
+    "1: 4 (4 of 5)",
+    "1: 4 [4 out of 5, weak]",
+    "1: 4 **(4/5 = 0.8)**",
+    "1: 4 (80%)",
+    "1: 4 (80 %)",
+    "1: 4 (4/0)",
+    "1: 8 (7.4/10)",
     "1: 1e1",
     "1: 8x",
     "1: 8,5",
@@ -162,10 +197,11 @@ def test_a_thought_is_no_verdict_also_where_it_does_not_end(reply, is_cut, verdi
 
 @pytest.mark.parametrize(
     "long",
-    ["\n", "\n ", "\n- ", " ", ":", "*", "1", "1:", "1: ", "1: 8 ", "\n1", "(", ", "],
+    ["\n", "\n ", "\n- ", " ", ":", "*", "1", "1:", "1: ", "1: 8 ", "\n1", "(", ", ", "/", "of "],
 )
 def test_a_judge_that_repeats_itself_is_read_in_one_pass(long):
     """Time that grows with the square of the length would be hours here."""
     text = long * 500_000
     assert scores_of(text + "\n1: 7", 1) == [7]
-    assert scores_of("1:" + text + "\n1: 7", 1) == [7]
+    for begin in ("1:", "1: 8", "1: 8 (8", "1: 8 (8/5"):
+        assert scores_of(begin + text + "\n1: 7", 1) == [7]
