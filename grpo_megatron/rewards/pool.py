@@ -45,6 +45,7 @@ _PLACE = re.compile(
 """Of a frame in a traceback."""
 _CALLERS = [Path(__file__).with_name(name) for name in ("reward_worker.py", "registry.py")]
 """Whose frames are above those of a reward."""
+_SHIPPED = "grpo_megatron."
 AnyGroup = RolloutGroup[Any]  # as it is stored, or in memory
 AnyCompletion = Completion | StoredCompletion
 
@@ -107,10 +108,13 @@ class Component:
         """Make the error that names the component, what it raised first, and where."""
         if self.trace:
             what += f": {raised_at(self.trace)}"
+        remedy = "correct the function"
+        if self.reward.reference.startswith(_SHIPPED):
+            remedy = "see to what it says"
         return RewardError(
             f"reward {self.reward.reference} {what}",
             where=f"[[domains]] {self.domain}, reward {self.name}",
-            remedy="correct the function, or raise [data] reward_timeout_s",
+            remedy=f"{remedy}, or raise [data] reward_timeout_s",
         )
 
 

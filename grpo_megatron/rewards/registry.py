@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Complex, Real
 from typing import Any, TypeVar
 
 from grpo_megatron.config.imports import ENVIRONMENT_REWARD, imported
@@ -19,6 +20,8 @@ CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids", "outcom
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
 `**arguments` takes the first two: the others would be sent to processes for nothing."""
 
+_OF_MANY = {"completions": "completion", "answers": "answer", "prompts": "prompt"}
+"""Names of parameters of a function that is called for many completions at once, as TRL's are."""
 _SHIPPED = "grpo_megatron.rewards.functions"
 _OUTCOME = f"{_SHIPPED}:environment"
 _SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata, **arguments)"
@@ -160,6 +163,8 @@ def _texts_by_place(
             what = str(error)
             remedy = _remedy(signature, named, arguments)
             continue
+        for text, mark in marks.items():
+            _refuse_another_text(reference, signature, bound.arguments, text, mark)
         misplaced = [name for name in named if bound.arguments.get(name) is not marks[name]]
         if not misplaced:
             return by_place
@@ -169,6 +174,25 @@ def _texts_by_place(
             "the second the answer"
         )
     raise RewardError(f"reward {reference}{signature} cannot be called: {what}", remedy=remedy)
+
+
+def _refuse_another_text(
+    reference: str,
+    signature: inspect.Signature,
+    given: Mapping[str, Any],
+    text: str,
+    mark: object,
+) -> None:
+    """Refuse a parameter of `_OF_MANY` that would get one of TEXTS by place whose name it is not.
+    given: by parameter; mark: what stands for `text` there."""
+    for name, singular in _OF_MANY.items():
+        if given.get(name) is mark and singular != text:
+            raise RewardError(
+                f"reward {reference}{signature} cannot be called: its parameter {name!r} would get "
+                f"the {text}",
+                remedy="a call is for one completion: name its parameters `completion`, `answer` "
+                "and `prompt`",
+            )
 
 
 def _named_texts(signature: inspect.Signature) -> list[str]:
@@ -226,8 +250,11 @@ def _remedy(
         if not is_missing or not _is_required(parameter):
             continue
         name = parameter.name
+        if name in _OF_MANY:
+            return f"a call is for one completion: name it {_OF_MANY[name]!r}, which it offers"
         remedy = f"set it in the recipe: arguments = {{ {name} = … }}"
-        offered = nearest(name, CONTEXT, count=1)
+        unnamed = [text for text in TEXTS if text not in named]
+        offered = nearest(name, (*unnamed, *CONTEXT), count=1)
         if offered:
             remedy += f"; or did you mean {offered[0]!r}, which every call offers?"
         return remedy
@@ -253,6 +280,9 @@ def to_float(value: Any) -> float:
         raise TypeError(
             f"a reward must return a number or None, not {type(value).__name__} {str(value)[:80]!r}"
         )
+    is_complex = isinstance(value, Complex) and not isinstance(value, Real)
+    if is_complex:  # numpy's would lose its imaginary part
+        raise TypeError(f"a reward must return a real number, not {value!r}")
     number = float(value)
     if math.isinf(number):
         raise ValueError("a reward must be finite")

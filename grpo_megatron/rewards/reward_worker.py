@@ -172,13 +172,27 @@ def _outcome(call: Callable[[], Any], num_characters: int) -> CallOutcome:
             raise ValueError(f"{len(value)} steps are more than {_MOST_STEPS}")
         steps = []
         total = 0.0
-        for end, reward in value:
+        for entry in value:
+            end, reward = _step_in(entry)
             step_reward = to_float(reward)
             steps.append((_checked_end(operator.index(end), num_characters), step_reward))
             total += step_reward
         return CallOutcome(value=to_float(total), steps=steps)
     except BaseException:  # SystemExit of a reward must not end the worker either
         return CallOutcome("raised", trace=_trace())
+
+
+def _step_in(entry: Any) -> tuple[Any, Any]:
+    """Return the end and the reward of a step. Raises TypeError where an entry of a reward's list
+    is no such pair, as of a function that returns one number for each of many completions."""
+    try:
+        end, reward = entry
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"a reward returns a number for its one completion, or a list of (end, reward), one "
+            f"for each step: {str(entry)[:80]!r} in its list is no such pair"
+        ) from None
+    return end, reward
 
 
 def _checked_end(end: int, num_characters: int) -> int:

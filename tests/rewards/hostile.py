@@ -67,6 +67,10 @@ def obey(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, An
         return "1.0"
     elif completion == "list":
         return [1.0]
+    elif completion == "complex":
+        from numpy import complex64  # here: processes of other rewards are light
+
+        return complex64(1 + 2j)
     elif completion in SPECIAL:
         return SPECIAL[completion]
     return float(completion)
@@ -310,6 +314,31 @@ def text_before_completion(text: str, completion: str) -> list[str]:
 
 def weighed_between(answer: str, weight: float, completion: str) -> float:
     return weight
+
+
+def of_many(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+    """As TRL has it."""
+    return [0.0] * len(completions)
+
+
+def of_many_by_name(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def answers_first(answers: str, completions: str) -> float:
+    return 0.0
+
+
+def wants_prompts(completion: str, answer: str, prompts: str) -> float:
+    return 0.0
+
+
+def nearly_named(text: str, competion: str, answer: str) -> float:
+    return 0.0
+
+
+def in_the_plural(completions: str, answers: str) -> list[str]:
+    return [completions, answers]
 
 
 def text_and_answer_and_completion(text: str, expected: str, completion: str = "") -> float:

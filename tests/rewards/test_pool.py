@@ -65,6 +65,7 @@ def test_the_order_is_that_of_the_groups_whatever_the_workers():
         ("raise", "raised"),
         ("str", "raised"),
         ("list", "raised"),
+        ("complex", "raised"),
         ("inf", "raised"),
         ("huge", "raised"),
     ],
@@ -80,6 +81,29 @@ def test_a_hostile_sample_costs_itself_only(order, cause):
     assert sum(metrics.values()) == 2 + metrics["reward/pool/restarts"]
     assert metrics["reward/pool/restarts"] == (0 if cause == "raised" else 2)
     assert bool(pool.components[0].trace) == (cause == "raised")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("list", "a list of (end, reward), one for each step: '1.0' in its list is no such pair"),
+        ("complex", "a reward must return a real number, not "),
+    ],
+)
+def test_what_a_reward_may_return_is_told(text, words):
+    _, pool = score([domain(OBEY)], [group(["1", text])])
+    assert words in raised_at(pool.components[0].trace)
+
+
+def test_who_cannot_correct_a_function_is_not_asked_to():
+    arguments = {"url": "http://127.0.0.1:9", "model": "m"}
+    judge = {"function": "grpo_megatron.rewards.judge:judge", "arguments": arguments}
+    with pytest.raises(RewardError, match="no answer: ") as caught:
+        score([domain(judge)], [group(["1"])])
+    assert caught.value.remedy == "see to what it says, or raise [data] reward_timeout_s"
+    with pytest.raises(RewardError, match="no reward for ") as caught:
+        score([domain(OBEY)], [group(["raise"])])
+    assert caught.value.remedy.startswith("correct the function, or ")
 
 
 def test_failures_of_what_is_scored_uncounted_are_in_no_metric():

@@ -155,6 +155,7 @@ def test_a_reward_takes_the_context_that_it_names():
         "text_and_answer",
         "answer_named",
         "under_a_decorator",
+        "in_the_plural",
     ],
 )
 def test_texts_reach_the_parameters_that_have_their_names(name):
@@ -176,6 +177,12 @@ def test_texts_reach_the_parameters_that_have_their_names(name):
         ("weighed_between", {}, ["set it in the recipe: arguments = { weight = … }"]),
         ("swapped", {"answer": "x"}, ["argument 'answer' is the pool's own"]),
         ("greedy", {}, ["too many positional arguments", "a reward is def reward("]),
+        ("of_many", {}, ["a call is for one completion: name it 'completion'"]),
+        ("of_many", {"completions": "x"}, ["cannot be called"]),
+        ("of_many_by_name", {}, ["'prompts' would get the completion", "`completion`, `answer`"]),
+        ("answers_first", {}, ["'answers' would get the completion"]),
+        ("wants_prompts", {}, ["a call is for one completion: name it 'prompt'"]),
+        ("nearly_named", {}, ["or did you mean 'completion', which every call offers?"]),
     ],
 )
 def test_a_text_in_the_place_of_the_other_is_refused(name, arguments, words):
