@@ -9,9 +9,23 @@ from typing import Any, NamedTuple
 
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError, raised_as
-from grpo_megatron.rewards.argument_checks import check_tags, check_whole_number
+from grpo_megatron.rewards.argument_checks import (
+    check_switch,
+    check_tags,
+    check_text,
+    check_whole_number,
+)
 from grpo_megatron.rewards.registry import needs
-from grpo_megatron.rewards.served import Attempts, finite_score, post
+from grpo_megatron.rewards.served import (
+    Attempts,
+    UnreadableError,
+    address_of,
+    check_scale,
+    check_server,
+    finite_score,
+    part_of,
+    post,
+)
 from grpo_megatron.rewards.verdict import scores_of, verdict_of
 
 _RUBRIC = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").removesuffix("\n")
@@ -26,11 +40,21 @@ class Criterion(NamedTuple):
 
 
 def check_judge(
-    *, criteria: Sequence[Any] | None = None, template: str = _RUBRIC, **others: object
+    *,
+    criteria: Sequence[Any] | None = None,
+    criteria_field: Any = None,
+    think_tag: Any = None,
+    template: str = _RUBRIC,
+    max_tokens: Any = 512,
+    **others: Any,
 ) -> None:
     """Raise RewardError unless the recipe's `criteria` are a rubric, `template` has no other fields
-    than are filled in, and the others are as `check_reward_model` wants them."""
-    check_reward_model(**others)
+    than are filled in, and each of the others is what it has to be."""
+    check_server(**others)
+    check_tags(think_tag=think_tag)
+    check_whole_number("max_tokens", max_tokens, least=1)
+    if criteria_field is not None:
+        check_text("criteria_field", criteria_field)
     if criteria is not None:
         read_criteria(criteria, "criteria")
     with raised_as(
@@ -43,10 +67,24 @@ def check_judge(
         template.format(criteria="", prompt="", answer="", completion="")
 
 
-def check_reward_model(*, attempts: Any = 2, **others: object) -> None:
-    """Raise RewardError unless `think_tag` is a name and `attempts` a number of requests."""
-    check_tags(**others)
-    check_whole_number("attempts", attempts, least=1)
+def check_reward_model(
+    *,
+    scale: Any = 1.0,
+    shift: Any = 0.0,
+    think_tag: Any = None,
+    end: Any = "",
+    label: Any = None,
+    add_special_tokens: Any = False,
+    **others: Any,
+) -> None:
+    """Raise RewardError unless each argument of the recipe is what it has to be."""
+    check_server(**others)
+    check_scale(scale=scale, shift=shift)
+    check_tags(think_tag=think_tag)
+    check_text("end", end, may_be_empty=True)
+    if label is not None:
+        check_whole_number("label", label, least=0)
+    check_switch("add_special_tokens", add_special_tokens)
 
 
 @needs(check=check_judge)
@@ -93,22 +131,39 @@ async def judge(
         "max_tokens": max_tokens,
         "messages": [{"role": "user", "content": text}],
     }
-    requests = Attempts(attempts)
-    while requests.left > 0:
-        reply = await post(
-            f"{url}/v1/chat/completions", body, timeout_s, api_key, attempts=requests
+    requests = Attempts(attempts, timeout_s)
+    address = address_of(url, "/v1/chat/completions")
+    while True:
+        try:
+            reply = await post(address, body, api_key, attempts=requests)
+            scores = _scores_in(reply, len(rubric), max_tokens, url)
+        except UnreadableError:
+            if not requests.has_more:
+                raise
+            continue
+        return _weighted_mean(scores, rubric) / 10
+
+
+def _scores_in(reply: Any, num_criteria: int, max_tokens: int, url: str) -> list[float]:
+    """Return the scores of a chat model's reply, one for each criterion. Raises UnreadableError
+    where it is no such reply, or leaves a criterion without a score."""
+    remedy = "let url be that of a chat model's server, which answers as OpenAI's API has it"
+    said = part_of(reply, "choices", 0, "message", "content", url=url, remedy=remedy)
+    if said is None:  # all of it was thought, or was cut before it began
+        said = ""
+    if not isinstance(said, str):
+        raise UnreadableError(
+            f"the content of the reply is no text: {repr(said)[:200]}", where=url, remedy=remedy
         )
-        choice = reply["choices"][0]
-        said = choice["message"]["content"] or ""
-        is_cut = choice.get("finish_reason") == "length"
-        scores = scores_of(verdict_of(said, is_cut=is_cut), len(rubric))
-        if scores:
-            return _weighted_mean(scores, rubric) / 10
-    remedy = None
+    is_cut = reply["choices"][0].get("finish_reason") == "length"
+    scores = scores_of(verdict_of(said, is_cut=is_cut), num_criteria)
+    if scores:
+        return scores
+    longer = None
     if is_cut:
-        remedy = f"max_tokens = {max_tokens} has cut its reply; raise it"
-    raise RewardError(
-        f"the judge did not score every criterion: {said[:200]!r}", where=url, remedy=remedy
+        longer = f"max_tokens = {max_tokens} has cut its reply; raise it"
+    raise UnreadableError(
+        f"the judge did not score every criterion: {said[:200]!r}", where=url, remedy=longer
     )
 
 
@@ -230,9 +285,10 @@ async def reward_model(
         prompt, completion = without_thought(prompt, completion, think_tag)
     text = prompt + completion + end
     body = {"model": model, "input": text, "add_special_tokens": add_special_tokens}
-    requests = Attempts(attempts)
-    reply = await post(f"{url}/pooling", body, timeout_s, api_key, attempts=requests)
-    scores = reply["data"][0]["data"]
+    requests = Attempts(attempts, timeout_s)
+    reply = await post(address_of(url, "/pooling"), body, api_key, attempts=requests)
+    remedy = "let url be that of a reward model's server, such as vLLM's --runner pooling"
+    scores = part_of(reply, "data", 0, "data", url=url, remedy=remedy)
     if not isinstance(scores, list):
         scores = [scores]
     return (_chosen(scores, label, url) - shift) * scale
@@ -242,6 +298,12 @@ def _chosen(scores: list[Any], label: int | None, url: str) -> float:
     """Return one of a reward model's scalars."""
     while len(scores) == 1 and isinstance(scores[0], list):
         scores = scores[0]
+    if not scores:
+        raise RewardError(
+            "the server gives no scalar",
+            where=url,
+            remedy="serve a reward model, which has one at least (num_labels of its config.json)",
+        )
     if any(isinstance(score, list) for score in scores):
         raise RewardError(
             "the server gives scores of every token",

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -12,6 +11,12 @@ from typing import Any
 import aiohttp
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.argument_checks import (
+    check_number,
+    check_text,
+    check_url,
+    check_whole_number,
+)
 
 _BUSY = (429, 500, 502, 503, 504)
 """Statuses of a server that may do the next time what it could not do now."""
@@ -21,11 +26,22 @@ _LONGEST_PAUSE_S = 60.0
 """A server that wants a longer one is given up."""
 
 
-@dataclass
 class Attempts:
-    """How many more requests may be made for one reward."""
+    """How many more requests may be made for one reward, and until when.
 
-    left: int
+    timeout_s: for all of them and the pauses between, from now on; None: as long as the reward's
+    process waits."""
+
+    def __init__(self, left: int, timeout_s: float | None = None):
+        self.left = left
+        self.deadline = math.inf
+        if timeout_s is not None:
+            self.deadline = time.monotonic() + timeout_s
+
+    @property
+    def has_more(self) -> bool:
+        """Whether one more request may be made."""
+        return self.left > 0 and time.monotonic() < self.deadline
 
 
 class _BusyError(RewardError):
@@ -34,10 +50,13 @@ class _BusyError(RewardError):
     pause_s: float | None = None
 
 
+class UnreadableError(RewardError):
+    """A reply came, and it does not say what was asked."""
+
+
 async def post(
     url: str,
     body: dict[str, Any],
-    timeout_s: float | None,
     api_key: str | None = None,
     *,
     attempts: Attempts,
@@ -45,22 +64,18 @@ async def post(
     """Return the reply's JSON. A busy server (429, 500, 502, 503, 504) is asked again while
     `attempts` are left, after the pause of its `Retry-After`, else after a short one.
 
-    Raises RewardError where there is no reply within `timeout_s` for all requests and pauses (None:
-    as long as the reward's process waits), it is no JSON, or has another status than 200: the
-    sample is unscorable then."""
-    deadline = math.inf
-    if timeout_s is not None:
-        deadline = time.monotonic() + timeout_s
+    Raises RewardError where there is no reply in the time of `attempts`, or it has another status
+    than 200, and UnreadableError where it is no JSON: the sample is unscorable then."""
     pause_s = _FIRST_PAUSE_S
     while True:
         attempts.left -= 1
         try:
-            return await _post_once(url, body, deadline, api_key)
+            return await _post_once(url, body, attempts.deadline, api_key)
         except _BusyError as error:
             if error.pause_s is not None:
                 pause_s = error.pause_s
-            ends_too_late = time.monotonic() + pause_s >= deadline or pause_s > _LONGEST_PAUSE_S
-            if attempts.left <= 0 or ends_too_late:
+            ends_too_late = time.monotonic() + pause_s >= attempts.deadline
+            if attempts.left <= 0 or ends_too_late or pause_s > _LONGEST_PAUSE_S:
                 raise
         await asyncio.sleep(pause_s)
         pause_s = max(2 * pause_s, _FIRST_PAUSE_S)
@@ -92,7 +107,29 @@ async def _post_once(url: str, body: dict[str, Any], deadline: float, api_key: s
     try:
         return json.loads(read)
     except (ValueError, RecursionError) as error:
-        raise RewardError(f"the reply is no JSON: {read[:200]!r}", where=url) from error
+        raise UnreadableError(f"the reply is no JSON: {read[:200]!r}", where=url) from error
+
+
+def part_of(reply: Any, *keys: str | int, url: str, remedy: str) -> Any:
+    """Return what stands in a reply at `keys`, names and places from outside to inside. Raises
+    UnreadableError where the reply has nothing there; it says how the reply begins."""
+    part = reply
+    try:
+        for key in keys:
+            part = part[key]
+    except (LookupError, TypeError) as error:
+        path = ""
+        for key in keys:
+            if isinstance(key, int):
+                path += f"[{key}]"
+            else:
+                path += f".{key}"
+        raise UnreadableError(
+            f"the reply has no {path.removeprefix('.')}: {repr(reply)[:200]}",
+            where=url,
+            remedy=remedy,
+        ) from error
+    return part
 
 
 async def _told(response: aiohttp.ClientResponse) -> str:
@@ -120,6 +157,41 @@ def _pause_of(retry_after: str | None) -> float | None:
     if math.isnan(seconds) or seconds < 0:
         return None
     return seconds
+
+
+def address_of(url: str, route: str) -> str:
+    """Return where a server has a route, such as `/pooling`."""
+    return url.rstrip("/") + route
+
+
+def check_server(
+    *,
+    url: Any,
+    model: Any,
+    api_key: Any = None,
+    timeout_s: Any = None,
+    attempts: Any = 2,
+) -> None:
+    """Raise RewardError unless these arguments, which all rewards of served models have, can be
+    used."""
+    check_url("url", url)
+    check_text("model", model)
+    is_key = isinstance(api_key, str) and bool(api_key)
+    if api_key is not None and not is_key:
+        raise RewardError(
+            "api_key is no text that has something",
+            remedy='write api_key = "$NAME", with the name of a variable of the environment',
+        )
+    if timeout_s is not None:
+        check_number("timeout_s", timeout_s, above=0)
+    check_whole_number("attempts", attempts, least=1)
+
+
+def check_scale(*, scale: Any = 1.0, shift: Any = 0.0) -> None:
+    """Raise RewardError unless both are finite numbers: a reward of NaN would say that the sample
+    cannot be scored, and its other rewards would train it."""
+    check_number("scale", scale)
+    check_number("shift", shift)
 
 
 def finite_score(score: Any, url: str) -> float:

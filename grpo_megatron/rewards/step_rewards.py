@@ -1,11 +1,20 @@
 """Process supervision by a served model: one reward for each step of a solution."""
 
+import re
 from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.argument_checks import check_whole_number
+from grpo_megatron.rewards.argument_checks import check_text, check_whole_number
 from grpo_megatron.rewards.registry import needs
-from grpo_megatron.rewards.served import Attempts, finite_score, post
+from grpo_megatron.rewards.served import (
+    Attempts,
+    address_of,
+    check_scale,
+    check_server,
+    finite_score,
+    part_of,
+    post,
+)
 
 
 class Step(NamedTuple):
@@ -18,18 +27,28 @@ class Step(NamedTuple):
 
 
 def steps_of(completion: str, separator: str, step_token: str = "") -> list[Step]:
-    """Return the parts between separators that are more than white space, in order.
+    """Return the parts between separators that are more than white space, in order. A line of the
+    completion may also end with a carriage return and a newline.
 
     step_token: what the model that scores steps is asked at. Where the policy writes it, it is no
     text: a part with nothing else is no step, which would get the score of the one before."""
     steps = []
     start = 0
-    for part in completion.split(separator):
+    for begin, end in _separators_in(completion, separator):
+        part = completion[start:begin]
         text = _without(step_token, part).strip()
         if text:
             steps.append(Step(start + len(part.rstrip()), text))
-        start += len(part) + len(separator)
+        start = end
     return steps
+
+
+def _separators_in(completion: str, separator: str) -> list[tuple[int, int]]:
+    """Return where each separator begins and ends, and the end of the completion as the last."""
+    pattern = re.escape(separator).replace("\\\n", "\r?\n")
+    places = [found.span() for found in re.finditer(pattern, completion)]
+    places.append((len(completion), len(completion)))
+    return places
 
 
 def _without(token: str, text: str) -> str:
@@ -47,17 +66,20 @@ def _without(token: str, text: str) -> str:
 
 def check_marks(
     *,
-    step_token: str = "<extra_0>",
-    separator: str = "\n\n",
-    attempts: Any = 2,
-    **_: object,
+    step_token: Any = "<extra_0>",
+    separator: Any = "\n\n",
+    label: Any = 1,
+    scale: Any = 1.0,
+    shift: Any = 0.0,
+    **others: Any,
 ) -> None:
-    """Raise RewardError where a step would have no end, or no token to be scored at, or `attempts`
-    is no number of requests."""
-    check_whole_number("attempts", attempts, least=1)
-    for name, value in {"step_token": step_token, "separator": separator}.items():
-        if value == "":
-            raise RewardError(f"{name} is empty", remedy=f"leave {name} out for its default")
+    """Raise RewardError unless each argument of the recipe is what it has to be: a step needs an
+    end, and a token to be scored at."""
+    check_server(**others)
+    check_scale(scale=scale, shift=shift)
+    check_whole_number("label", label, least=0)
+    check_text("step_token", step_token)
+    check_text("separator", separator)
 
 
 @needs(check=check_marks)
@@ -92,9 +114,10 @@ async def process_reward_model(
     solution = "".join(step.text + step_token for step in steps)
     text = _without(step_token, prompt) + solution
     body = {"model": model, "input": text, "add_special_tokens": False}
-    requests = Attempts(attempts)
-    reply = await post(f"{url}/pooling", body, timeout_s, api_key, attempts=requests)
-    scores = reply["data"][0]["data"]
+    requests = Attempts(attempts, timeout_s)
+    reply = await post(address_of(url, "/pooling"), body, api_key, attempts=requests)
+    remedy = "let url be that of a process reward model's server, such as vLLM's --runner pooling"
+    scores = part_of(reply, "data", 0, "data", url=url, remedy=remedy)
     if not isinstance(scores, list) or len(scores) != len(steps):
         raise RewardError(
             f"{_number_of(scores)} scores for {len(steps)} steps",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 
 import pytest
 from aiohttp import web
@@ -22,10 +23,13 @@ def served(replies: list, reward, **arguments):
     JSON, bytes that are to be JSON, a status, or one with the `Retry-After` of its header."""
     asked = []
     keys = arguments.pop("keys", [])
+    end_of_url = arguments.pop("end_of_url", "")
+    pause_s = arguments.pop("pause_s", 0.0)
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(await request.json())
         keys.append(request.headers.get("Authorization"))
+        await asyncio.sleep(pause_s)
         reply = replies[min(len(asked), len(replies)) - 1]
         if isinstance(reply, int):
             return web.Response(status=reply, text="overloaded")
@@ -52,7 +56,8 @@ def served(replies: list, reward, **arguments):
             if reward is judge:
                 given.setdefault("metadata", {})
             completion = given.pop("completion", "{42}")
-            return await reward(completion, "42", url=f"http://127.0.0.1:{port}", **given)
+            url = f"http://127.0.0.1:{port}{end_of_url}"
+            return await reward(completion, "42", url=url, **given)
         finally:
             await runner.cleanup()
 
@@ -140,6 +145,13 @@ def test_busy_and_unreadable_replies_of_a_judge_count_together():
     assert (value, len(asked)) == (0.4, 3)
 
 
+def test_a_judge_that_stays_unclear_is_not_asked_beyond_its_time():
+    asked: list = []
+    with pytest.raises(RewardError, match="no answer"):
+        served([said("fine!")], judge, attempts=3, timeout_s=0.5, pause_s=0.3, keys=asked)
+    assert len(asked) < 3
+
+
 @pytest.mark.parametrize(
     "retry_after", ["0", "0.01", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "-1"]
 )
@@ -162,6 +174,118 @@ def test_attempts_are_a_whole_number(reward, attempts):
     with pytest.raises(RewardError, match="attempts") as caught:
         bind(f"{reward.__module__}:{reward.__name__}", {"attempts": attempts, **PLACE})
     assert caught.value.remedy == "set attempts to a whole number of at least 1"
+
+
+OF_ALL = [
+    ({"url": ""}, "url = '' is not the address", "http://HOST:8000"),
+    ({"url": "http://"}, "url = 'http://' is not", "http://HOST:8000"),
+    ({"url": "http://a b"}, "is not the address", "http://HOST:8000"),
+    ({"url": "http://a:99999"}, "is not the address", "http://HOST:8000"),
+    ({"url": "ftp://a"}, "is not the address", "http://HOST:8000"),
+    ({"url": "127.0.0.1:8123"}, "'127.0.0.1:8123' is not", 'write url = "http://127.0.0.1:8123"'),
+    ({"url": "judge"}, "url = 'judge' is not", 'write url = "http://judge"'),
+    ({"url": 5}, "url = 5 is not", "http://HOST:8000"),
+    ({"url": ["http://a", "http://b"]}, r"url = \['http://a'", "a proxy before them"),
+    ({"model": ""}, "model = ''", "set model to a text that is not empty"),
+    ({"model": 5}, "model = 5", "set model to a text that is not empty"),
+    ({"api_key": 5}, "api_key is no text", 'api_key = "\\$NAME"'),
+    ({"api_key": ""}, "api_key is no text", 'api_key = "\\$NAME"'),
+    ({"timeout_s": 0}, "timeout_s = 0", "a number above 0"),
+    ({"timeout_s": "9"}, "timeout_s = '9'", "a number above 0"),
+]
+OF_SCALARS = [
+    ({"scale": math.nan}, "scale = nan", "set scale to a finite number"),
+    ({"scale": "2"}, "scale = '2'", "set scale to a finite number"),
+    ({"shift": None}, "shift = None", "set shift to a finite number"),
+    ({"label": 1.5}, "label = 1.5", "set label to a whole number of at least 0"),
+    ({"label": -1}, "label = -1", "set label to a whole number of at least 0"),
+    ({"label": "good"}, "label = 'good'", "set label to a whole number of at least 0"),
+    ({"label": True}, "label = True", "set label to a whole number of at least 0"),
+]
+OF_ONE = {
+    judge: [
+        ({"max_tokens": 0}, "max_tokens = 0", "a whole number of at least 1"),
+        ({"max_tokens": "512"}, "max_tokens = '512'", "a whole number of at least 1"),
+        ({"criteria_field": ["x"]}, r"criteria_field = \['x'\]", "a text that is not empty"),
+        ({"criteria_field": ""}, "criteria_field = ''", "a text that is not empty"),
+    ],
+    reward_model: [
+        *OF_SCALARS,
+        ({"end": 3}, "end = 3", "set end to a text"),
+        ({"add_special_tokens": "yes"}, "add_special_tokens = 'yes'", "to true or false"),
+    ],
+    process_reward_model: [
+        *OF_SCALARS,
+        ({"label": None}, "label = None", "set label to a whole number of at least 0"),
+        ({"separator": None}, "separator = None", "set separator to a text that is not empty"),
+        ({"separator": 5}, "separator = 5", "set separator to a text that is not empty"),
+        ({"step_token": 5}, "step_token = 5", "set step_token to a text that is not empty"),
+        ({"step_token": ""}, "step_token = ''", "set step_token to a text that is not empty"),
+    ],
+}
+REFUSED = [(reward, *case) for reward in REWARDS for case in (*OF_ALL, *OF_ONE[reward])]
+
+
+@pytest.mark.parametrize(("reward", "arguments", "message", "remedy"), REFUSED)
+def test_arguments_of_another_kind_are_refused_before_anything_starts(
+    reward, arguments, message, remedy
+):
+    with pytest.raises(RewardError, match=message) as caught:
+        bind(f"{reward.__module__}:{reward.__name__}", {**PLACE, **arguments})
+    assert re.search(remedy, caught.value.remedy)
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("url", ["https://judge", "http://[::1]:8000", "http://gateway/team/"])
+def test_addresses_of_servers_are_taken(reward, url):
+    bind(f"{reward.__module__}:{reward.__name__}", {**PLACE, "url": url, "timeout_s": None})
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_an_address_may_end_with_a_slash(reward):
+    value, asked = served([ANY_REPLY], reward, end_of_url="/")
+    assert value in (0.5, [(4, 0.5)]) and len(asked) == 1
+
+
+NO_REPLIES_OF_A_JUDGE = [
+    {"error": "overloaded"},
+    {"choices": []},
+    {"choices": [{"message": {"role": "assistant"}}]},
+    {"choices": ["overloaded"]},
+    ["overloaded"],
+    b"null",
+    said([{"type": "text", "text": "overloaded"}]),
+    b"<html>overloaded</html>",
+]
+
+
+@pytest.mark.parametrize("reply", NO_REPLIES_OF_A_JUDGE)
+def test_a_reply_of_another_shape_is_asked_for_again_and_told(reply):
+    value, asked = served([reply, said("1: 4")], judge)
+    assert (value, len(asked)) == (0.4, 2)
+    keys: list = []
+    with pytest.raises(RewardError, match=r"no JSON|has no choices|is no text") as caught:
+        served([reply], judge, keys=keys)
+    assert len(keys) == 2
+    told = str(caught.value)
+    assert "http://127.0.0.1:" in told and ("overloaded" in told or "overloaded" not in str(reply))
+
+
+@pytest.mark.parametrize("reward", [reward_model, process_reward_model])
+@pytest.mark.parametrize("reply", [{"error": "overloaded"}, {"data": []}, b"null", ["overloaded"]])
+def test_a_pooling_reply_of_another_shape_is_told(reward, reply):
+    with pytest.raises(RewardError, match=r"the reply has no data\[0\]\.data: ") as caught:
+        served([reply], reward)
+    told = str(caught.value)
+    assert "http://127.0.0.1:" in told and ("overloaded" in told or "overloaded" not in str(reply))
+    assert "--runner pooling" in caught.value.remedy
+
+
+@pytest.mark.parametrize("data", [[], [[]]])
+@pytest.mark.parametrize("label", [None, 0])
+def test_a_model_without_a_scalar_is_told(data, label):
+    with pytest.raises(RewardError, match="the server gives no scalar"):
+        served([{"data": [{"data": data}]}], reward_model, label=label)
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -290,7 +414,7 @@ def test_what_is_no_rubric_is_refused(rubric):
     with pytest.raises(RewardError, match="criteri"):
         served([said("1: 5")], judge, criteria_field="rubric", metadata={"rubric": rubric})
     with pytest.raises(RewardError, match="criteri"):
-        bind("grpo_megatron.rewards.judge:judge", {"url": "u", "model": "m", "criteria": rubric})
+        bind("grpo_megatron.rewards.judge:judge", {**PLACE, "criteria": rubric})
 
 
 def test_only_what_stands_behind_the_thought_is_judged():
@@ -440,6 +564,16 @@ def test_scores_that_are_not_one_a_step_are_refused(data):
 
 
 def test_a_step_without_an_end_is_refused_before_anything_starts():
-    arguments = {"url": "u", "model": "m", "separator": ""}
+    arguments = {**PLACE, "separator": ""}
     with pytest.raises(RewardError, match="separator"):
         bind("grpo_megatron.rewards.step_rewards:process_reward_model", arguments)
+
+
+def test_an_empty_line_ends_as_lines_do():
+    """Also with a carriage return, which a policy may write too."""
+    text = "a\r\n\r\nb\n\r\nc\r\nd"
+    steps = steps_of(text, "\n\n")
+    assert [step.text for step in steps] == ["a", "b", "c\r\nd"]
+    assert [text[: step.end].endswith(step.text) for step in steps] == [True] * 3
+    assert [step.text for step in steps_of(text, "\r\n\r\n")] == ["a", "b\n\r\nc\r\nd"]
+    assert [step.text for step in steps_of("a.b*c", ".")] == ["a", "b*c"]

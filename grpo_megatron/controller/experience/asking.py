@@ -51,14 +51,9 @@ class ServedWriter:
             "max_tokens": self._settings.writer_max_tokens,
             "messages": [{"role": "user", "content": text}],
         }
+        attempts = Attempts(self._settings.writer_attempts, self._settings.writer_timeout_s)
         try:
-            reply = await post(
-                self._url,
-                body,
-                self._settings.writer_timeout_s,
-                self._api_key,
-                attempts=Attempts(self._settings.writer_attempts),
-            )
+            reply = await post(self._url, body, self._api_key, attempts=attempts)
             content = reply["choices"][0]["message"]["content"]
         except (RewardError, LookupError, TypeError):
             return None
