@@ -8,12 +8,7 @@ from typing import Any
 from grpo_megatron.checkpoints import durable
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.family import family_of
-from grpo_megatron.plan.reward_labels import REMEDY, UNNAMED, other_labels
-
-SCALARS = "regression"
-"""A `problem_type`: vLLM gives the scalars themselves."""
-PROBABILITIES = "multi_label_classification"
-"""The same: vLLM gives their sigmoid, of a process reward model how likely a step is right."""
+from grpo_megatron.plan.reward_labels import REMEDY, SCALARS, other_labels, written_labels
 
 
 def mark_as_reward_model(
@@ -34,7 +29,7 @@ def mark_as_reward_model(
     hf["architectures"] = [
         name.replace("ForCausalLM", "ForSequenceClassification") for name in names
     ]
-    scalars = list(labels) or [f"{UNNAMED}0"]
+    scalars = written_labels(labels)
     hf["id2label"] = {str(number): name for number, name in enumerate(scalars)}
     hf["label2id"] = {name: number for number, name in enumerate(scalars)}
     hf["problem_type"] = problem_type

@@ -1,6 +1,6 @@
 """Whether the checkpoint that a critic begins with is of the policy's architecture."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
@@ -55,11 +55,19 @@ def why_not_a_critic(start: ModelConfig, policy: ModelConfig) -> str:
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Return the same of two `config.json`, of which the trainer knows all fields: first that of
     what a critic is to begin with, then that of the policy."""
-    num_scalars = len(labels_of(theirs))
-    if num_scalars > 1:
-        return f"its head gives {num_scalars} numbers, and a value is one"
+    problem = why_no_value(labels_of(theirs))
+    if problem:
+        return problem
     their_type = theirs["model_type"]
     our_type = ours["model_type"]
     if their_type != our_type:
         return f"model_type of its config.json is {their_type}, of the policy {our_type}"
     return other_model(theirs, ours, "the policy")
+
+
+def why_no_value(labels: Sequence[str]) -> str:
+    """Return why a head with scalars of these names gives no value; empty where it does, or there
+    is none."""
+    if len(labels) > 1:
+        return f"its head gives {len(labels)} numbers, and a value is one"
+    return ""

@@ -1,8 +1,9 @@
-"""Whether a reward model that begins with another one has the same scalars, and is nowhere where a
-language model is needed."""
+"""What the head of a reward model gives: whether one that begins with another, or is merged with
+it, has the same scalars, and is nowhere where a language model is needed."""
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ _ASKED_FOR_LOGPROBS = re.compile(
 )
 UNNAMED = "LABEL_"
 """Begins the names that transformers gives to labels."""
+SCALARS = "regression"
+"""A `problem_type`: vLLM gives the scalars themselves."""
+PROBABILITIES = "multi_label_classification"
+"""The same: vLLM gives their sigmoid, of a process reward model how likely a step is right."""
+_MEANINGS = {SCALARS: "scores of answers", PROBABILITIES: "how likely steps are right"}
+"""What the scalars of a reward model are, by its `problem_type`."""
 USES = (
     "give a language model; a reward model goes to model.path of kind reward_model or to "
     "critic.path, or is served and asked by a reward"
@@ -29,6 +36,59 @@ REMEDY = (
     "name the domains as its labels, in their order, with preferences.scalar_per_domain; or begin "
     "with the language model"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RewardHead:
+    """What a reward model says of its scalars; a language model has none."""
+
+    labels: tuple[str, ...] = ()
+    problem_type: str | None = None
+
+    @classmethod
+    def of_config(cls, hf: Mapping[str, Any]) -> "RewardHead":
+        """Read a config.json."""
+        labels = tuple(labels_of(hf))
+        if not labels:
+            return cls()
+        return cls(labels, hf.get("problem_type"))
+
+    @classmethod
+    def of_run(cls, run: RunConfig) -> "RewardHead":
+        """Return what the config.json of a run's export will say."""
+        if run.kind != "reward_model":
+            return cls()
+        return cls(tuple(written_labels(run.reward_labels)), problem_type_of(run))
+
+
+def written_labels(labels: Sequence[str]) -> list[str]:
+    """Return what a config.json calls the scalars of a reward model with these labels, or with a
+    single one that has no name."""
+    return list(labels) or [f"{UNNAMED}0"]
+
+
+def problem_type_of(run: RunConfig) -> str:
+    """Return the `problem_type` of the reward model that a run trains."""
+    if run.preferences.rows == "steps":
+        return PROBABILITIES
+    return SCALARS
+
+
+def other_head(theirs: RewardHead, ours: RewardHead, owner: str) -> str:
+    """Return in what a mean of `theirs` with `ours`, the head of `owner`, has no meaning; empty: in
+    nothing. A `problem_type` that one of both does not say is taken for the other's."""
+    if theirs.labels != ours.labels:
+        return f"the scalars of its head are {list(theirs.labels)}, of {owner} {list(ours.labels)}"
+    is_told_by_both = theirs.problem_type is not None and ours.problem_type is not None
+    if is_told_by_both and theirs.problem_type != ours.problem_type:
+        return f"the scalars of its head are {_meaning(theirs)}, of {owner} {_meaning(ours)}"
+    return ""
+
+
+def _meaning(head: RewardHead) -> str:
+    """Return what a head's scalars are, with its `problem_type`."""
+    told = str(head.problem_type)
+    return f"{_MEANINGS.get(told, 'others')} (problem_type {told})"
 
 
 def labels_of(hf: Mapping[str, Any]) -> list[str]:
@@ -57,12 +117,16 @@ def other_labels(hf: Mapping[str, Any], labels: Sequence[str]) -> str:
     """Return why the reward model that `hf`, a config.json, describes has other scalars than
     `labels`, or than a single one; empty where it has the same, or is a language model, beside
     which a head begins at random."""
-    theirs = labels_of(hf)
+    return other_scalars(labels_of(hf), labels)
+
+
+def other_scalars(theirs: Sequence[str], labels: Sequence[str]) -> str:
+    """Return the same of a reward model whose config.json calls its scalars `theirs`."""
     if not theirs:
         return ""
-    ours = list(labels) or [f"{UNNAMED}0"]
+    ours = written_labels(labels)
     has_names = bool(labels) and not all(name.startswith(UNNAMED) for name in theirs)
-    if theirs == ours or (len(theirs) == len(ours) and not has_names):
+    if list(theirs) == ours or (len(theirs) == len(ours) and not has_names):
         return ""
     return (
         f"the scalars of its head are {', '.join(theirs)}, and those of the recipe "

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from grpo_megatron.checkpoints.weight_files import has_whole_weights, is_whole
 from grpo_megatron.config.base import Strict
@@ -21,17 +21,24 @@ from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RUN_NAME, ModelConfig, RunConfig
 from grpo_megatron.config.toml_file import TomlFile, find_recipe
 from grpo_megatron.errors import ConfigError, GrpoMegatronError
-from grpo_megatron.plan.critic_model import why_not_a_critic
+from grpo_megatron.plan.critic_model import why_no_value, why_not_a_critic
 from grpo_megatron.plan.lora import why_not_adapters
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.plan.models_beside import why_not_beside
 from grpo_megatron.plan.resolve import resolve
-from grpo_megatron.plan.reward_labels import needs_language_model
+from grpo_megatron.plan.reward_labels import (
+    RewardHead,
+    needs_language_model,
+    other_head,
+    other_scalars,
+)
 from grpo_megatron.rundir import RunDir
 
 ADAPTERS_KEY = "lora.path"
 CRITIC_KEY = "critic.path"
 _DATA_KEY = re.compile(r"domains\.\d+\.path")
+Weight = Annotated[float, Field(gt=0, strict=True)]
+"""Of a part of a merge: a number, and nothing that could be read as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ class Stage(Strict):
     settings: tuple[str, ...] = ()
     inputs: dict[str, str] = {}
     gates: tuple[str, ...] = ()
-    merge: dict[str, PositiveFloat] = {}
+    merge: dict[str, Weight] = {}
     export: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
@@ -252,12 +259,37 @@ class Graph:
         return self.table.stages[name].recipe is not None and self._config(name).lora is not None
 
     def gives_reward_model(self, name: str) -> bool:
-        """Whether the checkpoint of a stage is a reward model; of merges and exports, by the first
-        part."""
+        """Whether the checkpoint of a stage is a reward model."""
+        return bool(self._head_of(name).labels)
+
+    def _head_of(self, name: str) -> RewardHead:
+        """Return what the head of a stage's checkpoint gives; of merges and exports, that of the
+        first part."""
         part = next(iter(self.table.stages[name].parts), None)
         if part is not None:
-            return self.gives_reward_model(Source.parse(part).stage)
-        return self.kind(name) == "reward_model"
+            return self._head_of(Source.parse(part).stage)
+        return RewardHead.of_run(self._config(name))
+
+    def why_no_common_head(self, name: str) -> str:
+        """Return why the heads of the reward models that a stage merges have no mean, by the
+        recipes that train them; empty where they have one."""
+        first, *others = self.table.stages[name].parts
+        ours = self._head_of(Source.parse(first).stage)
+        for text in others:
+            theirs = self._head_of(Source.parse(text).stage)
+            problem = other_head(theirs, ours, f"the reward model of stage {first}")
+            if problem:
+                return f"{text}: {problem}"
+        return ""
+
+    def why_other_scalars(self, name: str) -> str:
+        """Return why a stage cannot begin with the reward model that another one is to give it, by
+        the scalars of both; empty where it can, or begins with none."""
+        text = self.table.stages[name].inputs.get("model.path")
+        if text is None:
+            return ""
+        labels = self._head_of(Source.parse(text).stage).labels
+        return other_scalars(labels, self._config(name).reward_labels)
 
     def needs_language_model(self, name: str, key: str) -> bool:
         """Whether what a stage takes for a key is asked for log-probs of tokens."""
@@ -293,7 +325,8 @@ class Graph:
         other = self._model_of(self.table.stages[name].inputs[key])
         policy = self._policy_of(name)
         if key == CRITIC_KEY:
-            return why_not_a_critic(other, policy)
+            head = self._head_of(Source.parse(self.table.stages[name].inputs[key]).stage)
+            return why_no_value(head.labels) or why_not_a_critic(other, policy)
         return why_not_beside(other, policy, f"the policy of stage {name}")
 
     def why_not_merged(self, name: str) -> str:

@@ -17,6 +17,7 @@ from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_toml
 from grpo_megatron.config.validation import in_words
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.models_beside import REMEDY
+from grpo_megatron.plan.reward_labels import REMEDY as REMEDY_OF_SCALARS
 from grpo_megatron.plan.reward_labels import USES
 from grpo_megatron.stages.graph import (
     ADAPTERS_KEY,
@@ -147,13 +148,7 @@ def _check_name(graph: Graph, name: str) -> None:
 def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
     where = graph.file.where(("stages", name))
     known = list(graph.table.stages)
-    made_by = [bool(stage.recipe), bool(stage.merge), bool(stage.export)]
-    if made_by.count(True) != 1:
-        raise ConfigError(
-            f"stage {name} needs exactly one of recipe, merge and export",
-            where=where,
-            remedy="take the others away",
-        )
+    _check_what_makes(graph, name, stage)
     others = ["settings", "inputs"]
     if stage.recipe:
         others = ["dtype"]
@@ -191,6 +186,29 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
         _check_gate(graph, name, stage, text)
 
 
+def _check_what_makes(graph: Graph, name: str, stage: Stage) -> None:
+    """ConfigError for a stage that says nothing of what makes it, or several things."""
+    made_by = [bool(stage.recipe), bool(stage.merge), bool(stage.export)]
+    if made_by.count(True) == 1:
+        return
+    remedy = "take the others away"
+    if not any(made_by):
+        remedy = _how_to_make(stage)
+    raise ConfigError(
+        f"stage {name} needs exactly one of recipe, merge and export",
+        where=graph.file.where(("stages", name)),
+        remedy=remedy,
+    )
+
+
+def _how_to_make(stage: Stage) -> str:
+    """Return what a stage lacks that nothing makes."""
+    for field in ("recipe", "merge", "export"):
+        if field in stage.model_fields_set:
+            return f"{field} is empty, and takes {_VALUES[field]}"
+    return f"add a recipe: {_VALUES['recipe']}"
+
+
 def _check_gate(graph: Graph, name: str, stage: Stage, text: str) -> None:
     """ConfigError for a gate on an evaluation that no stage makes: merges and exports have none.
     What the run of a recipe measures, its own rules know."""
@@ -225,8 +243,8 @@ def _check_domains(graph: Graph, name: str) -> None:
 
 
 def _check_reward_models(graph: Graph, name: str) -> None:
-    """ConfigError for a reward model where a stage needs a language model, or merges it with
-    one."""
+    """ConfigError for a reward model where a stage needs a language model, merges it with one or
+    with one of other scalars, or begins with other scalars than its own."""
     stage = graph.table.stages[name]
     where = graph.file.where(("stages", name))
     for key, text in stage.inputs.items():
@@ -249,6 +267,24 @@ def _check_reward_models(graph: Graph, name: str) -> None:
             where=where,
             remedy="merge checkpoints of one kind",
         )
+    if stage.merge:
+        problem = graph.why_no_common_head(name)
+        if problem:
+            raise ConfigError(
+                f"stage {name} merges reward models whose heads have no mean: {problem}",
+                where=where,
+                remedy="merge reward models with the same preferences.loss and, with "
+                "preferences.scalar_per_domain, the same domains in the same order",
+            )
+    if stage.recipe is not None:
+        problem = graph.why_other_scalars(name)
+        if problem:
+            raise ConfigError(
+                f"model.path of stage {name} takes the reward model of stage "
+                f"{stage.inputs['model.path']}: {problem}",
+                where=where,
+                remedy=REMEDY_OF_SCALARS,
+            )
 
 
 def _check_models_beside(graph: Graph, name: str) -> None:

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.checkpoints.reward_models import (
-    PROBABILITIES,
-    mark_as_reward_model,
-    refuse_other_labels,
-)
+from grpo_megatron.checkpoints.reward_models import mark_as_reward_model, refuse_other_labels
 from grpo_megatron.errors import CheckpointError
+from grpo_megatron.plan.reward_labels import PROBABILITIES
 
 
 def marked(folder: Path, *labels: str, **settings: str) -> dict:

@@ -11,7 +11,7 @@ from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
-from grpo_megatron.plan.reward_labels import labels_of
+from grpo_megatron.plan.reward_labels import RewardHead, labels_of, problem_type_of
 
 
 def checkpoint(folder, *labels: str):
@@ -42,6 +42,29 @@ def test_other_scalars_are_refused_before_anything_starts(tmp_path, recipe, labe
     with pytest.raises(ConfigError, match="the scalars of its head are") as error:
         resolved(recipe, checkpoint(tmp_path, *labels))
     assert "model.path" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "labels", "problem_type"),
+    [
+        ("stages/tiny-reward-model", ("LABEL_0",), "regression"),
+        ("stages/tiny-reward-labels", ("even", "short"), "regression"),
+        ("stages/tiny-process-reward-model", ("LABEL_0",), "multi_label_classification"),
+    ],
+)
+def test_a_run_tells_what_its_export_will_say(tmp_path, recipe, labels, problem_type):
+    config = resolve(recipe).config
+    checkpoint(tmp_path)
+    mark_as_reward_model(tmp_path, config.reward_labels, problem_type_of(config))
+    hf = json.loads((tmp_path / "config.json").read_text())
+    assert RewardHead.of_run(config) == RewardHead(labels, problem_type)
+    assert RewardHead.of_config(hf) == RewardHead(labels, problem_type)
+
+
+def test_a_language_model_has_no_scalars():
+    config = resolve("stages/tiny-preferences").config
+    hf = load_preset("tiny-qwen3-moe").hf | {"problem_type": "regression"}
+    assert RewardHead.of_run(config) == RewardHead.of_config(hf) == RewardHead()
 
 
 def test_one_scalar_may_have_any_name(tmp_path):

@@ -358,6 +358,83 @@ def test_a_reward_model_is_no_language_model(tmp_path, old, new, words):
         load_graph(changed(file, old, new))
 
 
+WITH_OTHER_SCALARS = """
+name = "heads"
+runs_dir = "{runs}"
+
+[stages.answers]
+recipe = "stages/tiny-reward-model"
+
+[stages.steps]
+recipe = "stages/tiny-process-reward-model"
+
+[stages.labels]
+recipe = "stages/tiny-reward-labels"
+
+[stages.early]
+export = "answers"
+
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            "[stages.mean]\nmerge = {{ answers = 1, {other} = 1 }}",
+            ["stage mean merges reward models", "{other}: the scalars of its head are "],
+        ),
+        (
+            "[stages.mean]\nmerge = {{ {other} = 1, early = 1 }}",
+            ["stage mean merges reward models", "early: the scalars of its head are "],
+        ),
+    ],
+)
+@pytest.mark.parametrize("other", ["steps", "labels"])
+def test_reward_models_of_other_scalars_are_not_merged(tmp_path, other, more, words):
+    """A score of an answer and how likely a step is right have no mean, nor have other labels."""
+    error = graph_with(tmp_path, more.format(other=other))
+    assert error is not None and "preferences.loss" in error.remedy
+    for word in words:
+        assert word.format(other=other) in error.message
+
+
+def test_reward_models_of_equal_scalars_are_merged(tmp_path):
+    more = '[stages.again]\nrecipe = "stages/tiny-reward-labels"\n'
+    more += "[stages.mean]\nmerge = { labels = 1, again = 1 }\n[stages.other]\n"
+    assert graph_with(tmp_path, more + "merge = { answers = 1, early = 1 }") is None
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            'recipe = "stages/tiny-reward-model"\ninputs = { "model.path" = "labels" }',
+            "model.path of stage last takes the reward model of stage labels: the scalars of its",
+        ),
+        (
+            'recipe = "demo/ppo-moe-cpu"\ninputs = { "critic.path" = "labels" }',
+            "its head gives 2 numbers, and a value is one",
+        ),
+    ],
+)
+def test_what_begins_with_other_scalars_is_refused_before_they_are_trained(tmp_path, more, words):
+    error = graph_with(tmp_path, f"[stages.last]\n{more}")
+    assert error is not None and words in error.message
+
+
+def graph_with(folder, more):
+    """What a graph of reward models and further stages is refused with."""
+    file = folder / "graph.toml"
+    file.write_text(WITH_OTHER_SCALARS.format(runs=folder / "runs", more=more))
+    try:
+        load_graph(file)
+    except ConfigError as error:
+        return error
+    return None
+
+
 WITH_ADAPTERS = """
 name = "adapters"
 runs_dir = "{runs}"
@@ -1117,6 +1194,10 @@ def test_every_field_of_a_graph_has_a_remedy_for_wrong_values():
         ),
         ("one = 0.5", "one = -1", "merge.one: must be more than 0", "with numbers above 0"),
         ("one = 0.5", 'one = "x"', "stages.soup.merge.one: ", "merge takes a table of stages"),
+        ("one = 0.5", 'one = "1"', "merge.one: must be a number", "with numbers above 0"),
+        ("one = 0.5", "one = true", "merge.one: must be a number", "with numbers above 0"),
+        ("{ one = 0.5, two = 0.5 }", "{}", "exactly one of", "merge is empty, and takes a table"),
+        ('export = "soup"\ndtype = "bfloat16"', "", "exactly one of", "add a recipe: the path"),
         ('recipe = "stages/tiny-base"', "recipe = 1", "base.recipe: must be text", "of a recipe"),
         ('export = "soup"', "export = 1", "final.export: must be text", "the name of a stage"),
         ('{ "model.path" = "base" }\nset', "1\nset", "inputs: must be a table", '"model.path"'),

@@ -97,7 +97,8 @@ def write_steps(directory: Path, num_answers: int = 12) -> str:
 def process_reward_model_export(model: str, steps: str, directory: str) -> list[list[float]]:
     """Logits of all steps by a model with a head of its own, which is exported."""
     from grpo_megatron.checkpoints.hf_export import export_model
-    from grpo_megatron.checkpoints.reward_models import PROBABILITIES, mark_as_reward_model
+    from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
+    from grpo_megatron.plan.reward_labels import PROBABILITIES
     from grpo_megatron.trainer.steps.step_labels import step_logits
     from tests.trainer.trainer_ranks import Setup
 
