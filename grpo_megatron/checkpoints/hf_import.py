@@ -29,7 +29,8 @@ from grpo_megatron.weights.parameters import (
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SINGLE_FILE = "model.safetensors"
 _LISTED = 20
-_LANGUAGE_HEAD = "lm_head.weight"
+LANGUAGE_HEAD = "lm_head.weight"
+"""The output layer of a language model, in Hugging Face's checkpoints."""
 _ROWS_AT_ONCE = 8192
 Shape = tuple[int, ...]
 
@@ -286,9 +287,11 @@ class HFSource:
             wanted.update(parameter.hf)
         self.parameters = list(parameters)
         hf = read_config(directory)
-        if hf.get("tie_word_embeddings") and _LANGUAGE_HEAD in found.keys() - wanted.keys():
-            self._refuse_untied_head()
-            del found[_LANGUAGE_HEAD]
+        if hf.get("tie_word_embeddings") and LANGUAGE_HEAD in found.keys() - wanted.keys():
+            [embedding] = [one for one in self.parameters if one.name == EMBEDDING]
+            [(name, shape)] = embedding.hf
+            refuse_untied_head(reader, name, shape)
+            del found[LANGUAGE_HEAD]
         for name in sorted(carried_names(hf, found)):
             shape = found.pop(name)
             if carry:
@@ -299,28 +302,6 @@ class HFSource:
         for parameter in self.parameters:
             for name, _ in parameter.hf:
                 reader.dtype(name)  # refuses what is no weight
-
-    def _refuse_untied_head(self) -> None:
-        """Compare the output layer that a checkpoint with tied embeddings has beside them.
-
-        Raises CheckpointError where it is another matrix."""
-        [embedding] = [one for one in self.parameters if one.name == EMBEDDING]
-        [(name, shape)] = embedding.hf
-        is_same = self.reader.shape(_LANGUAGE_HEAD) == shape
-        for start in range(0, shape[0], _ROWS_AT_ONCE):
-            if not is_same:
-                break
-            end = min(start + _ROWS_AT_ONCE, shape[0])
-            head = self.reader.rows(_LANGUAGE_HEAD, start, end)
-            is_same = torch.equal(head, self.reader.rows(name, start, end))
-        if not is_same:
-            raise CheckpointError(
-                f"{_LANGUAGE_HEAD} is another matrix than {name}, and config.json says that they "
-                "are one (tie_word_embeddings)",
-                where=str(self.reader.directory),
-                remedy="set tie_word_embeddings to false in config.json if the output layer has "
-                "weights of its own, else remove it from the checkpoint",
-            )
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Return the one dtype of a parameter's tensors. Raises CheckpointError for several."""
@@ -343,6 +324,28 @@ class HFSource:
         """Let the disk read the tensors of a parameter before `tensors` asks for them."""
         for name, _ in parameter.hf:
             self.reader.prefetch(name)
+
+
+def refuse_untied_head(reader: HFReader, name: str, shape: Shape) -> None:
+    """Compare the output layer that a checkpoint with tied embeddings has beside them. name, shape:
+    of the embeddings.
+
+    Raises CheckpointError where it is another matrix."""
+    is_same = reader.shape(LANGUAGE_HEAD) == shape
+    for start in range(0, shape[0], _ROWS_AT_ONCE):
+        if not is_same:
+            break
+        end = min(start + _ROWS_AT_ONCE, shape[0])
+        head = reader.rows(LANGUAGE_HEAD, start, end)
+        is_same = torch.equal(head, reader.rows(name, start, end))
+    if not is_same:
+        raise CheckpointError(
+            f"{LANGUAGE_HEAD} is another matrix than {name}, and config.json says that they "
+            "are one (tie_word_embeddings)",
+            where=str(reader.directory),
+            remedy="set tie_word_embeddings to false in config.json if the output layer has "
+            "weights of its own, else remove it from the checkpoint",
+        )
 
 
 def refuse_unfit(
@@ -391,7 +394,7 @@ def import_weights(model: ShardedModel, directory: Path) -> None:
     unread: set[str] = set()
     left_out: list[str] = []
     if any(parameter.name == REWARD_HEAD for parameter in parameters):
-        left_out = [_LANGUAGE_HEAD]
+        left_out = [LANGUAGE_HEAD]
         if REWARD_HEAD not in HFReader(directory).names():
             unread = {REWARD_HEAD}
     wanted = [parameter for parameter in parameters if parameter.name not in unread]

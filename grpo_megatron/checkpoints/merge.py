@@ -1,5 +1,6 @@
 """A weighted mean of Hugging Face checkpoints of one model, tensor by tensor."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,13 @@ import torch
 from grpo_megatron.checkpoints import durable
 from grpo_megatron.checkpoints.casts import cast
 from grpo_megatron.checkpoints.hf_export import HFTarget
-from grpo_megatron.checkpoints.hf_import import HFReader, refuse_unfit
+from grpo_megatron.checkpoints.hf_import import (
+    LANGUAGE_HEAD,
+    HFReader,
+    Shape,
+    refuse_unfit,
+    refuse_untied_head,
+)
 from grpo_megatron.checkpoints.recorded_digests import RecordedDigests
 from grpo_megatron.checkpoints.shard_files import (
     DEFAULT_SHARD_BYTES,
@@ -22,7 +29,7 @@ from grpo_megatron.data.tokenizer import token_with_another_id
 from grpo_megatron.errors import CheckpointError, ConfigError
 from grpo_megatron.files import empty_directory
 from grpo_megatron.image_settings import ImageSettings
-from grpo_megatron.plan.family import family_names, tables_of
+from grpo_megatron.plan.family import family_names, family_of, tables_of
 from grpo_megatron.plan.hf_config import model_fields, other_computation, other_field
 from grpo_megatron.plan.model_facts import (
     IMAGE_FILES,
@@ -30,8 +37,8 @@ from grpo_megatron.plan.model_facts import (
     image_processor,
     written_config,
 )
-from grpo_megatron.plan.reward_labels import labels_of
-from grpo_megatron.weights.parameters import names_with_own_dtype
+from grpo_megatron.plan.reward_labels import RewardHead, labels_of, other_head
+from grpo_megatron.weights.parameters import EMBEDDING, names_with_own_dtype
 from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
 
 
@@ -46,18 +53,23 @@ def merge_checkpoints(
 
     Raises CheckpointError where tensors differ in name or shape, are no weights or not those of
     their index, where the models compute something else with them or have other tokens, and where
-    a number is not finite, or none of the dtype; ConfigError where a config.json is missing or
-    damaged; MismatchError where a tensor is not what was written, of a part or of the result."""
+    a number is not finite, or none of the dtype; ConfigError for weights that are no numbers above
+    0, and where a config.json is missing or damaged; MismatchError where a tensor is not what was
+    written, of a part or of the result."""
+    _refuse_no_weights(weights)
     configs = {path: written_config(path) for path in weights}
     readers = {HFReader(path): share for path, share in _shares(weights).items()}
     first = next(iter(readers))
-    shapes = first.shapes()
     for reader in readers:
         reader.check_index()
+    shapes_of = {reader: reader.shapes() for reader in readers}
+    _leave_out_tied_heads(shapes_of)
+    shapes = shapes_of[first]
+    for reader in readers:
         if reader is not first:
             refuse_unfit(
                 reader.directory,
-                reader.shapes(),
+                shapes_of[reader],
                 shapes,
                 f"the model in {first.directory}",
                 "merge models of one shape",
@@ -80,6 +92,46 @@ def merge_checkpoints(
         bad += target.read_back(file)
     refuse_misread(bad, directory)
     durable.commit(working, directory)
+
+
+def _refuse_no_weights(weights: Mapping[Path, float]) -> None:
+    """Raise ConfigError where there is nothing to merge, or a weight is no number above 0."""
+    if not weights:
+        raise ConfigError("a merge of no checkpoints", remedy="name one or several")
+    for path, weight in weights.items():
+        is_weight = math.isfinite(weight) and weight > 0
+        if not is_weight:
+            raise ConfigError(
+                f"a checkpoint cannot weigh {weight}",
+                where=str(path),
+                remedy="give finite numbers above 0, of which only the shares of their sum count",
+            )
+
+
+def _leave_out_tied_heads(shapes_of: Mapping[HFReader, dict[str, Shape]]) -> None:
+    """Take the output layer from the tensors of all parts where all have tied embeddings and some
+    say them twice, others once. Raises CheckpointError for one that is another matrix."""
+    having = [reader for reader, shapes in shapes_of.items() if LANGUAGE_HEAD in shapes]
+    if len(having) in (0, len(shapes_of)):
+        return
+    names = {reader: _embeddings_of_tied(reader.directory) for reader in shapes_of}
+    for reader, shapes in shapes_of.items():
+        if names[reader] not in shapes:
+            return  # not tied, or not known to be: told as a difference of tensors
+    for reader in having:
+        shapes = shapes_of[reader]
+        refuse_untied_head(reader, names[reader], shapes[names[reader]])
+        del shapes[LANGUAGE_HEAD]
+
+
+def _embeddings_of_tied(directory: Path) -> str:
+    """Return the name of the embeddings that a checkpoint's config.json says are its output layer
+    too; empty where it says so of none, or is of a family that is not known."""
+    hf = config_fields(directory)
+    is_tied = bool(hf.get(_TIED)) and not labels_of(hf)
+    if not is_tied or not _is_of_family(hf):
+        return ""
+    return family_of(hf["model_type"]).model[EMBEDDING]
 
 
 def _shares(weights: Mapping[Path, float]) -> dict[Path, float]:
@@ -140,16 +192,16 @@ def _difference(path: Path, first: Path) -> str:
     theirs = _read_beside(path, first)
     ours = _read_beside(first, path)
     owner = f"the model in {first}"
-    their_labels = labels_of(theirs)
-    our_labels = labels_of(ours)
-    if their_labels != our_labels:
-        return f"the scalars of its head are {their_labels}, of {owner} {our_labels}"
+    our_head = RewardHead.of_config(ours)
+    problem = other_head(RewardHead.of_config(theirs), our_head, owner)
+    if problem:
+        return problem
     if not _is_trained(theirs) or not _is_trained(ours):
         return other_field(theirs, ours, owner)
     problem = other_computation(theirs, ours, owner) or _other_images(theirs, ours, owner)
     their_tie = bool(theirs.get(_TIED))
     our_tie = bool(ours.get(_TIED))
-    has_output_layer = not our_labels
+    has_output_layer = not our_head.labels
     if not problem and has_output_layer and their_tie != our_tie:
         problem = f"{_TIED} of its config.json is {their_tie}, of {owner} {our_tie}"
     return problem

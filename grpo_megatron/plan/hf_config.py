@@ -95,22 +95,63 @@ def other_computation(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner:
 
 
 def other_field(theirs: Mapping[str, Any], ours: Mapping[str, Any], owner: str) -> str:
-    """Return the first field that both have, that may change what a model of any family computes,
-    and that differs from that of `ours`, the config.json of `owner`; empty: none.
+    """Return the first field that may change what a model of any family computes, and that differs
+    from that of `ours`, the config.json of `owner`; empty: none. First of all the family.
 
-    A field that one of them lacks is taken for a default that another release wrote: the weights
-    are of the same names and shapes."""
+    A field that one of them lacks is taken for a default that another release wrote, unless the
+    family's tables know another one: the weights are of the same names and shapes."""
+    their_type = theirs.get("model_type")
+    our_type = ours.get("model_type")
+    if _code_of(their_type) != _code_of(our_type):
+        return f"model_type of its config.json is {their_type!r}, of {owner} {our_type!r}"
     ignored = {*tables_of("base")["fields"]["ignored"], *_OF_USE}
     our_fields = _with_one_rope(unified(ours))
     their_fields = _with_one_rope(unified(theirs))
-    for name, wanted in our_fields.items():
+    for name in our_fields | their_fields:
         found = their_fields.get(name)
-        is_told_by_both = found is not None and wanted is not None
-        if not is_told_by_both or name in ignored:
+        wanted = our_fields.get(name)
+        if name in ignored or (found is None and wanted is None):
             continue
-        if _without_dtypes(found) != _without_dtypes(wanted):
+        if wanted is None and not _is_as_without(our_type, name, found):
+            return (
+                f"{name} of its config.json is {found!r}, and {owner} has none, which computes "
+                "something else"
+            )
+        if found is None and not _is_as_without(their_type, name, wanted):
+            return (
+                f"its config.json has no {name}, which computes something else than {wanted!r}, "
+                f"that of {owner}"
+            )
+        is_told_by_both = found is not None and wanted is not None
+        if is_told_by_both and _without_dtypes(found) != _without_dtypes(wanted):
             return f"{name} of its config.json is {found!r}, of {owner} {wanted!r}"
     return ""
+
+
+def _code_of(model_type: Any) -> Any:
+    """Return the family whose code computes a model, or of an unknown one its `model_type`."""
+    if model_type not in family_names():
+        return model_type
+    return tables_of(model_type).get("same_code_as") or model_type
+
+
+def _is_as_without(model_type: Any, name: str, value: Any) -> bool:
+    """Whether a model computes the same where a field has this value and where config.json lacks
+    it: of a family that is not known, or of a field whose default is not, yes."""
+    if model_type not in family_names():
+        return True
+    tables = tables_of(model_type)["fields"]
+    if name in tables.get("default", {}):
+        return bool(value == tables["default"][name])
+    if name in tables.get("null", ()) and name not in tables.get("present", ()):
+        return False
+    allowed = tables.get("fixed", {}).get(name)
+    if allowed is None:
+        return True
+    values = [value]
+    if isinstance(value, list) and not isinstance(allowed[0], list):
+        values = value
+    return all(one in allowed for one in values)
 
 
 def _without_dtypes(value: Any) -> Any:

@@ -16,9 +16,11 @@ from grpo_megatron.checkpoints.merge import merge_checkpoints
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.errors import CheckpointError, ConfigError, MismatchError
 from grpo_megatron.plan.hf_config import flattened
+from grpo_megatron.plan.reward_labels import PROBABILITIES, SCALARS
 from tests.trainer.vision import PROCESSOR, VISION
 
 QWEN = dict(load_preset("tiny-qwen3-moe").hf)
+LLAMA = dict(load_preset("llama-3.1-8b").hf)
 DEEPSEEK = dict(load_preset("moonlight-16b-a3b").hf)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -243,6 +245,131 @@ def test_reward_models_with_other_scalars_are_refused(tmp_path):
     assert "the scalars of its head are ['code', 'maths']" in refused(tmp_path, *parts).message
 
 
+def reward_model(path, **fields):
+    hf = QWEN | {"architectures": ["Qwen3MoeForSequenceClassification"], "num_labels": 1}
+    return checkpoint(path, hf | fields, w=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(SCALARS, PROBABILITIES), (PROBABILITIES, SCALARS), (SCALARS, "single_label_classification")],
+)
+def test_reward_models_of_other_kinds_are_refused(tmp_path, ours, theirs):
+    """A mean of a score of answers and of what says which steps are right is neither."""
+    one = reward_model(tmp_path / "one", problem_type=ours)
+    two = reward_model(tmp_path / "two", problem_type=theirs)
+    error = refused(tmp_path, one, two)
+    assert "the scalars of its head are " in error.message and "problem_type" in error.message
+    assert ours in error.message and theirs in error.message
+
+
+def test_a_reward_model_may_not_say_its_kind(tmp_path):
+    """As other trainers write them."""
+    one = reward_model(tmp_path / "one", problem_type=SCALARS)
+    two = reward_model(tmp_path / "two", problem_type=None)
+    assert torch.equal(merged(tmp_path, one, two)["w"], torch.ones(2, 4))
+
+
+V3 = DEEPSEEK | {"unheard_of": 1}
+"""Of a known family, with a field for which the trainer refuses it."""
+MIXTRAL = {"model_type": "mixtral", "unheard_of": 1}
+MISTRAL = {"model_type": "mistral", "unheard_of": 1}
+QWEN2 = {"model_type": "qwen2", "unheard_of": 1}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ({"model_type": "x"}, {"model_type": "y"}, "model_type of its config.json is 'y'"),
+        (V3, V3 | {"model_type": "deepseek_v2"}, "model_type of its config.json is 'deepseek_v2'"),
+        (DEEPSEEK, V3 | {"rope_interleave": False}, "rope_interleave of its config.json is False"),
+        (V3 | {"rope_interleave": False}, DEEPSEEK, "its config.json has no rope_interleave"),
+        (
+            MIXTRAL,
+            MIXTRAL | {"sliding_window": 4096},
+            "sliding_window of its config.json is 4096",
+        ),
+        (QWEN2, QWEN2 | {"layer_types": ["full_attention", "other"]}, "layer_types of its"),
+        (V3, V3 | {"tie_word_embeddings": True}, "tie_word_embeddings of its config.json is True"),
+    ],
+)
+def test_what_cannot_be_trained_is_compared_by_what_is_known_of_its_family(
+    tmp_path, ours, theirs, words
+):
+    ours = {name: value for name, value in ours.items() if name != "tie_word_embeddings"}
+    one = checkpoint(tmp_path / "one", ours, w=torch.zeros(4))
+    two = checkpoint(tmp_path / "two", theirs, w=torch.ones(4))
+    assert words in refused(tmp_path, one, two).message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_interleave": True},
+        {"tie_word_embeddings": False},
+        {"attention_bias": False},
+        {"model_type": "kimi_k2"},
+    ],
+)
+def test_defaults_that_one_part_spells_out_are_none_of_another_model(tmp_path, change):
+    ours = {name: value for name, value in V3.items() if name not in change}
+    ours["model_type"] = "deepseek_v3"
+    one = checkpoint(tmp_path / "one", ours, w=torch.zeros(4))
+    two = checkpoint(tmp_path / "two", ours | change, w=torch.ones(4))
+    assert torch.equal(merged(tmp_path, one, two)["w"], torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("ours", "change"),
+    [
+        (QWEN2, {"layer_types": ["full_attention", "full_attention"]}),
+        (MISTRAL, {"sliding_window": 4096}),  # which transformers takes where it is missing
+    ],
+)
+def test_fields_that_transformers_writes_out_are_none_of_another_model(tmp_path, ours, change):
+    one = checkpoint(tmp_path / "one", ours, w=torch.zeros(4))
+    two = checkpoint(tmp_path / "two", ours | change, w=torch.ones(4))
+    assert torch.equal(merged(tmp_path, one, two)["w"], torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize("weight", [math.inf, math.nan, 0.0, -1.0])
+def test_weights_are_numbers_above_zero(tmp_path, weight):
+    one = checkpoint(tmp_path / "one", w=torch.ones(4))
+    two = checkpoint(tmp_path / "two", w=torch.ones(4))
+    with pytest.raises(ConfigError, match="cannot weigh") as error:
+        merged(tmp_path, one, two, weights=[1.0, weight])
+    assert error.value.where == str(two) and not (tmp_path / "out").exists()
+
+
+def test_a_merge_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="of no checkpoints"):
+        merge_checkpoints({}, tmp_path / "out")
+
+
+def tied(path, head=None):
+    tensors = {"model.embed_tokens.weight": torch.arange(12.0).reshape(4, 3)}
+    if head is not None:
+        tensors["lm_head.weight"] = head
+    return checkpoint(path, QWEN | {"tie_word_embeddings": True}, **tensors)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_tied_embeddings_may_be_there_twice(tmp_path, order):
+    """As some programs save them."""
+    table = torch.arange(12.0).reshape(4, 3)
+    parts = [tied(tmp_path / "one"), tied(tmp_path / "two", table)][::order]
+    found = merged(tmp_path, *parts)
+    assert list(found) == ["model.embed_tokens.weight"]
+    assert torch.equal(found["model.embed_tokens.weight"], table)
+
+
+def test_an_output_layer_that_is_not_the_embeddings_is_not_left_out(tmp_path):
+    other = tied(tmp_path / "two", torch.ones(4, 3))
+    error = refused(tmp_path, tied(tmp_path / "one"), other)
+    assert "lm_head.weight is another matrix than model.embed_tokens" in error.message
+    assert error.where == str(other)
+
+
 def test_models_with_other_tokens_are_refused(tmp_path):
     one = checkpoint(tmp_path / "one", QWEN, w=torch.ones(4))
     two = checkpoint(tmp_path / "two", QWEN, tokens=("b", "a"), w=torch.ones(4))
@@ -265,7 +392,6 @@ def test_a_tokenizer_may_have_further_tokens(tmp_path):
     assert torch.equal(merged(tmp_path, one, two)["w"], torch.ones(4))
 
 
-LLAMA = dict(load_preset("llama-3.1-8b").hf)
 GEMMA = {"model_type": "gemma2", "hidden_size": 8, "rope_theta": 1e4, "head_dim": 4}
 """Of a family that the trainer does not know."""
 GEMMA_BY_TRANSFORMERS_5 = {
