@@ -1,8 +1,10 @@
 """Adapters in PEFT's format: whether their configuration, and the header of their tensors, are what
-[lora] describes. The numbers are read by the trainer (`trainer.lora.peft_format`)."""
+[lora] describes, and what PEFT does not compute with them. The numbers are read by the trainer
+(`trainer.lora.peft_format`)."""
 
 import json
 import reprlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,18 @@ from grpo_megatron.errors import CheckpointError, raised_as
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+NOTE = "README.md"
+_NOT_FOR_PEFT = """\
+# Not for PEFT
+
+PEFT computes something else with these adapters than was trained, with a warning at most. The
+model has experts, which are no modules of transformers 5, and PEFT (0.21.2) takes every layer that
+is called `gate_proj`, `up_proj` or `down_proj` for tensors of all experts, also those of shared
+experts and of dense layers.
+
+For PEFT train adapters of the attention alone, `lora.targets = ["self_attn"]`, or use the
+checkpoint in `export/`, which has these adapters merged into its weights.
+"""
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors reads no longer one either."""
 _DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -195,3 +209,13 @@ def _rank_of(name: str, shape: tuple[int, ...]) -> int | None:
     if name.endswith(".lora_B.weight"):
         return shape[1]
     return None
+
+
+def note_of(modules: Iterable[str], *, has_experts: bool) -> str:
+    """Return what stands beside adapters with which PEFT computes something else than was trained;
+    empty: nothing. modules: those with adapters, such as `self_attn.q_proj`; has_experts: whether
+    the model has any."""
+    are_of_attention = all(module.startswith("self_attn.") for module in modules)
+    if are_of_attention or not has_experts:
+        return ""
+    return _NOT_FOR_PEFT

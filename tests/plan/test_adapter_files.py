@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import CheckpointError, DataError
-from grpo_megatron.plan.adapter_files import CONFIG, WEIGHTS, refuse_other_adapters
+from grpo_megatron.plan.adapter_files import CONFIG, WEIGHTS, note_of, refuse_other_adapters
 from grpo_megatron.plan.resolve import refuse_missing, resolve
 
 LORA = LoraConfig(rank=3, alpha=5)
@@ -221,3 +221,20 @@ def test_a_run_is_refused_before_it_starts(adapters):
         refuse_missing(gone)
     for begun in (config, gone):  # a checkpoint has the adapters of its run
         refuse_missing(begun, has_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("modules", "has_experts", "is_told"),
+    [
+        (["self_attn.q_proj", "self_attn.kv_b_proj"], True, False),
+        (["self_attn.q_proj", "mlp.gate_proj"], False, False),
+        (["self_attn.q_proj", "mlp.gate_proj"], True, True),
+        (["mlp.shared_experts.down_proj"], True, True),
+        (["mlp.experts.3.up_proj"], True, True),
+    ],
+)
+def test_adapters_that_peft_misreads_are_told(modules, has_experts, is_told):
+    """Layers of any MLP, in a model with experts (PEFT 0.21.2, transformers 5)."""
+    note = note_of(modules, has_experts=has_experts)
+    assert bool(note) == is_told
+    assert not is_told or 'lora.targets = ["self_attn"]' in note

@@ -142,6 +142,7 @@ def test_adapters_that_experts_share_are_written_for_each(
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(again[name], tensor)
     assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["r"] == 2
+    assert "Not for PEFT" in (tmp_path / "again" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("interval", [0, 1])

@@ -20,7 +20,7 @@ from grpo_megatron.checkpoints.hf_import import refuse_unfit
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.files import empty_directory
-from grpo_megatron.plan.adapter_files import CONFIG, WEIGHTS, refuse_other_adapters
+from grpo_megatron.plan.adapter_files import CONFIG, NOTE, WEIGHTS, note_of, refuse_other_adapters
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.weights.gather import Shard, ShardedModel, on_rank_0
@@ -54,7 +54,8 @@ def adapter_model(policy: Policy) -> ShardedModel:
 
 
 def export_adapters(policy: Policy, directory: Path, base_model: str) -> None:
-    """Write the adapters of all ranks. base_model: what PEFT calls base_model_name_or_path.
+    """Write the adapters of all ranks. base_model: what PEFT calls base_model_name_or_path. Where
+    PEFT would compute something else with them, a note beside them says so.
 
     Rank 0 brings them together in host memory. Raises SetupError when the disk is full. Collective.
     """
@@ -66,14 +67,21 @@ def export_adapters(policy: Policy, directory: Path, base_model: str) -> None:
     assert policy.lora is not None  # there are adapters
     sees_images = "vision_config" in policy.hf
     config = _peft_config(policy.lora, sorted(tensors), base_model, sees_images=sees_images)
-    on_rank_0(_write, directory, tensors, config)
+    has_experts = bool(policy.config.num_moe_experts)
+    note = note_of(config["target_modules"], has_experts=has_experts)
+    on_rank_0(_write, directory, tensors, config, note)
 
 
-def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+def _write(
+    directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], note: str
+) -> None:
+    """Write the files of adapters. note: what a reader must know of them, if anything."""
     working = durable.working_directory(directory)
     empty_directory(working)
     with durable.disk_errors(working):
         save_file(tensors, working / WEIGHTS, metadata={"format": "pt"})
+        if note:
+            (working / NOTE).write_text(note, encoding="utf-8")
     durable.write_json(working / CONFIG, config)
     durable.commit(working, directory)
 
