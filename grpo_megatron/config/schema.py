@@ -111,6 +111,12 @@ def takes_text(path: KeyPath) -> bool:
     return all(isinstance(choice, str) for choice in choices)
 
 
+def lists_texts(path: KeyPath) -> bool:
+    """Whether the value at `path` is a list of any texts."""
+    kind = type_of(path)
+    return get_origin(kind) is tuple and get_args(kind)[0] in (str, Path)
+
+
 def choices_at(path: KeyPath) -> tuple[Any, ...]:
     """Return the fixed set of values at `path`; empty if open."""
     kind = type_of(path)

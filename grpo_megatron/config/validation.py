@@ -206,6 +206,8 @@ def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
         near = [f"{bound:g}"]
     else:
         near = _meant(value, kind)
+    if kind == "tuple_type" and schema.lists_texts(path) and isinstance(value, str):
+        near = [as_toml([value])]
     key = dotted(path)
     remedy = ""
     if near:

@@ -113,7 +113,7 @@ def targets_name_layers(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> 
         if any(is_target(layer, (target,)) for layer in layers):
             continue
         close = []
-        for name in nearest(target, dict.fromkeys(known)):
+        for name in _meant(target, list(dict.fromkeys(known))):
             close.append(_replaced(lora.targets, target, name))
         remedy = ""
         if not close:
@@ -129,26 +129,42 @@ def targets_name_layers(run: RunConfig, lora: LoraConfig, model: ModelFacts) -> 
     return found
 
 
+_MOST_MEANT = 3
+
+
+def _meant(target: str, known: Sequence[str]) -> list[str]:
+    """Return the names that a target may stand for, best first: those that it begins, shortest
+    first, then those that are like it."""
+    begun = sorted((name for name in known if name.startswith(target)), key=len)
+    return list(dict.fromkeys([*begun, *nearest(target, known)]))[:_MOST_MEANT]
+
+
 @LORA_RULES.rule("lora_targets")
 def every_stage_has_adapters(
     run: RunConfig, lora: LoraConfig, model: ModelFacts
 ) -> Violation | None:
     """Refuse targets that some layers do not have, for a pipeline stage may then have no
     adapters."""
-    bound = bound_layers(lora, model)
-    is_mixed = model.is_moe and model.has_dense_layers
-    if run.trainer.pipeline_parallel_size == 1 or not is_mixed or not bound:
+    if not _may_lack_adapters(run, bound_layers(lora, model), model):
         return None
-    is_everywhere = any(layer.startswith("self_attn.") for layer in bound)
-    if is_everywhere:
-        return None
+    remedy = "name a layer of the attention too, for example o_proj"
+    if model.is_mla and lora.publish == "adapter":
+        remedy += ', and set lora.publish = "merged"'
     return Violation(
         "lora.targets",
         "dense layers and layers with experts have different targets, and with pipeline stages "
         f"(PP = {run.trainer.pipeline_parallel_size}) one might have none",
-        remedy="name a layer of the attention too, for example o_proj",
+        remedy=remedy,
         related=("trainer.pipeline_parallel_size",),
     )
+
+
+def _may_lack_adapters(run: RunConfig, bound: Sequence[str], model: ModelFacts) -> bool:
+    """Whether a pipeline stage may have no layer of those that get adapters, `bound`."""
+    is_mixed = model.is_moe and model.has_dense_layers
+    if run.trainer.pipeline_parallel_size == 1 or not is_mixed or not bound:
+        return False
+    return not any(layer.startswith("self_attn.") for layer in bound)
 
 
 @LORA_RULES.rule("lora_experts")
@@ -204,17 +220,38 @@ def experts_have_no_slots(run: RunConfig, lora: LoraConfig, model: ModelFacts) -
 
     vLLM does so with kernels of Triton's, which no CPU has and which never ran here."""
     layers = bound_layers(lora, model)
-    others = [layer for layer in layers if ".experts." not in layer]
-    if lora.publish == "merged" or len(others) == len(layers):
+    has_routed = any(".experts." in layer for layer in layers)
+    if lora.publish == "merged" or not has_routed:
         return None
+    others = _layers_with_slots(run, layers, model)
+    remedy = ""
+    if others:
+        remedy = f"or lora.targets = {as_toml(others)}"
     return Violation(
         "lora.publish",
         "'adapter' is for attention, dense layers and shared experts, and lora.targets names "
         f"routed experts of the model ({model.model_type})",
         nearest=("merged",),
-        remedy=f"or lora.targets = {others or ['self_attn']}".replace("'", '"'),
+        remedy=remedy,
         related=("lora.targets",),
     )
+
+
+def _layers_with_slots(run: RunConfig, layers: Sequence[str], model: ModelFacts) -> list[str]:
+    """Return targets that engines compute adapters of, and no rule refuses: those of `layers`, or
+    else the attention; none where there are none."""
+    others = []
+    for layer in layers:
+        has_slot = ".experts." not in layer
+        if model.is_mla and layer.startswith("self_attn."):
+            has_slot = False  # see `latent_attention_has_no_slots`
+        if has_slot:
+            others.append(layer)
+    if _may_lack_adapters(run, others, model):
+        return []
+    if not others and not model.is_mla:
+        return ["self_attn"]
+    return others
 
 
 @LORA_RULES.rule("lora_publish")

@@ -25,13 +25,17 @@ _BOX_REWARD = "grpo_megatron.rewards.boxes:box_iou"
 
 @VISION_RULES.rule("vision_kind")
 def only_rl_has_images(run: RunConfig, model: ModelFacts) -> Violation | None:
-    """Refuse kinds of runs whose samples do not come from engines."""
+    """Refuse kinds of runs that were not made for prompts with images."""
     if not model.sees_images or run.kind in ("rl", "eval"):
         return None
+    close = ["rl"]
+    if not run.trains:
+        close = ["eval", "rl"]
     return Violation(
         "kind",
-        f"a model that sees ({model.model_type}) is trained by kind rl only",
-        nearest=("rl",),
+        f"a model that sees ({model.model_type}) is trained by kind rl and evaluated by kind eval; "
+        "other kinds have no images",
+        nearest=close,
     )
 
 

@@ -80,6 +80,7 @@ def test_a_table_that_the_recipe_lacks(write_recipe):
         ("domains=3", "must be a list"),
         ("trainer=3", "must be a table"),
         ("rollout.engine_arguments=--a", "must be a list"),
+        ("rollout.engine_arguments=--a", 'set rollout.engine_arguments=["--a"]'),
         ("rollout.engine_arguments=[--a]", "is not valid TOML"),
         ("domains.0.arguments.x={a:1}", "is not valid TOML"),
         ("domains.0.arguments=3", "must be a table"),

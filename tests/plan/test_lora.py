@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.config.problems import InvalidConfigError
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.lora import linear_layers, max_lora_rank
@@ -46,6 +47,8 @@ def test_no_router_and_no_norm_is_a_linear_layer(name):
             ["lora.publish=adapter"],
             ["lora.publish", "routed experts", "merged", "self_attn.o_proj"],
         ),
+        (['lora.targets="q_proj"'], ["must be a list", 'set lora.targets=["q_proj"]']),
+        (["lora.targets=q_proj"], ["must be a list", 'set lora.targets=["q_proj"]']),
         ([*SLOTS, "lora.rank=513"], ["lora.rank", "512"]),
         ([*SLOTS, "publish.method=file"], ["publish.method", "auto"]),
     ],
@@ -55,6 +58,53 @@ def test_refusals(overrides, words):
         resolve(DEMO, ["lora.rank=4", *overrides])
     for word in words:
         assert word in str(caught.value)
+
+
+LATENT = ["model.preset=moonlight-16b-a3b", "cold_start=null", "trainer.expert_parallel_size=1"]
+
+
+def refused(*overrides):
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve(DEMO, [*LATENT, "lora.rank=4", *overrides])
+    return caught.value.problems
+
+
+def test_what_a_target_begins_is_nearer_than_what_it_is_like():
+    """`kv_b_proj`, which differs in one letter, is another layer."""
+    [problem] = refused('lora.targets=["kv_a_proj"]')
+    assert problem.nearest[0] == '["kv_a_proj_with_mqa"]'
+    assert problem.remedy == 'set lora.targets=["kv_a_proj_with_mqa"]'
+
+
+def test_targets_that_are_advised_for_slots_have_some():
+    """Latent attention has none."""
+    of_experts, of_attention = refused("lora.publish=adapter")
+    assert "routed experts" in of_experts.message and "latent" in of_attention.message
+    _, _, advised = of_experts.remedy.partition("or ")
+    assert "mlp.shared_experts.gate_proj" in advised
+    resolve(DEMO, [*LATENT, "lora.rank=4", "lora.publish=adapter", advised.replace(" = ", "=")])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ['lora.targets=["mlp.experts"]'],
+        ["trainer.num_ranks=2", "trainer.pipeline_parallel_size=2"],
+    ],
+)
+def test_no_targets_are_advised_where_none_have_slots(overrides):
+    """Of latent attention without other targets, and of pipeline stages without the attention."""
+    problems = refused("lora.publish=adapter", *overrides)
+    assert problems[0].remedy == "set lora.publish=merged"
+
+
+def test_a_layer_of_latent_attention_is_advised_with_merged_weights():
+    pipeline = ["trainer.num_ranks=2", "trainer.pipeline_parallel_size=2"]
+    targets = 'lora.targets=["mlp.shared_experts"]'
+    problem, *_ = refused("lora.publish=adapter", targets, *pipeline)
+    assert problem.remedy.endswith('o_proj, and set lora.publish = "merged"')
+    problem, *_ = refused(targets, *pipeline)
+    assert problem.remedy.endswith("for example o_proj")
 
 
 def test_the_plan_says_what_adapters_save():

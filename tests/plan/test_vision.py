@@ -61,7 +61,11 @@ def test_a_critic_on_the_policys_layers_sees():
             ["a retry is asked for without the images", "remove [correction]"],
         ),
         (["objective.preset=ppo", "critic.warmup_steps=0"], ["a critic has no vision tower"]),
-        (["kind=sft", "cold_start=null"], ["kind", "by kind rl only"]),
+        (["kind=sft", "cold_start=null"], ["kind", "by kind rl and", "set kind=rl"]),
+        (
+            ["kind=rejection_sample", "num_steps=0", "cold_start=null"],
+            ["evaluated by kind eval; other kinds have no images", "set kind=eval"],
+        ),
         (
             ["domains.0.environment.name=calculator", "domains.0.template=chat"],
             ["domains.0.environment", "episodes have no images"],
