@@ -753,6 +753,39 @@ def test_own_code_and_files_are_what_a_stage_is_made_from(
     assert Records(graph).changed_since("base") == "changed: own_package/more.py"
 
 
+OWN_MODULES = {
+    "own_rewards.py": "import json\nfrom near import score\n",
+    "near.py": "def score():\n    import farther, datasets\n    from tools import words\n",
+    "farther.py": "from near import score\nfrom . import other\n",
+    "own_package/parts.py": "from own_package.helpers import x\n",
+    "own_package/helpers.py": "import beside\nimport not_there.at_all\n",
+    "beside.py": "from grpo_megatron import errors\nfrom datasets import load_dataset\n",
+    "tools/words.py": "",
+}
+
+
+def test_what_own_modules_import_of_the_current_directory_is_own_code_too(
+    graph_file, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    others = ("other.py", "datasets/script.py", "grpo_megatron/errors.py", "not_there.txt")
+    for name in (*OWN_MODULES, *others, "own.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(OWN_MODULES.get(name, "x = 1"))
+    (tmp_path / "own_package" / "gone.py").symlink_to(tmp_path / "nowhere.py")
+    changed(graph_file, 'recipe = "stages/tiny-base"', f'recipe = "stages/tiny-base"\n{OWN}')
+    graph = load_graph(graph_file)
+    files = {str(file) for file in own_files(graph.resolve("base").config)}
+    assert files - {"own_package/gone.py", f"{tmp_path}/own.csv"} == set(OWN_MODULES)
+    for name in OWN_MODULES:
+        finish(graph, "base", plus=0.7, minus=0.5)
+        (tmp_path / name).write_text("import other, (")
+        assert Records(graph).changed_since("base").split(", ")[0] == f"changed: {name}"
+        (tmp_path / name).write_text(OWN_MODULES[name])
+        finish(graph, "base", plus=0.7, minus=0.5)
+        assert Records(graph).changed_since("base") == ""
+
+
 def test_folders_of_images_are_what_a_stage_is_made_from(tmp_path):
     config = resolve("demo/vision-count-cpu", [f"domains.0.image_folder={tmp_path}"]).config
     assert tmp_path in own_files(config)
