@@ -156,11 +156,16 @@ class RunDir:
         return isinstance(values, dict) and values.keys() >= {"config", "provenance"}
 
     def refuse_existing(
-        self, *, overwrite: bool = False, replace_by: str = "replace it: --overwrite"
+        self,
+        *,
+        overwrite: bool = False,
+        replace_by: str = "replace it: --overwrite",
+        replaces_merge: bool = False,
     ) -> None:
         """ConfigError where a run is, unless it is to be replaced, or what no run has written.
 
-        replace_by: what a user may do to have another run in its place."""
+        replace_by: what a user may do to have another run in its place. replaces_merge: what is
+        here where no run is, a merge or an export of a graph, is to be replaced too."""
         if self.has_run:
             if overwrite:
                 return
@@ -170,7 +175,7 @@ class RunDir:
                 remedy=f"continue it with `{self.command('resume')}`, choose "
                 f"another name=…, or {replace_by}",
             )
-        if not self.root.is_dir():
+        if replaces_merge or not self.root.is_dir():
             return
         for path in self.root.iterdir():
             if path in (self.lock, self.slurm, self.stage_record):

@@ -15,7 +15,7 @@ from grpo_megatron.launch.local_gpus import refuse_absent_gpus
 from grpo_megatron.launch.resuming import resolve_resumed, settings_unless_refused
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
-from grpo_megatron.launch.stage_record import tell_changed_stage
+from grpo_megatron.launch.stage_record import kind_of_merge, tell_changed_stage
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
 from grpo_megatron.plan.resolve import refuse_cpu_engine, refuse_missing
@@ -42,14 +42,23 @@ def train(
     if not in_job:  # a job asks for its GPUs
         refuse_absent_gpus(resolved.config)
     refuse_cpu_engine(resolved.config)
-    run_dir.refuse_existing(overwrite=overwrite)
+    is_stage = bool(stage_record)
+    _refuse_existing(run_dir, overwrite=overwrite, is_stage=is_stage)
     _refuse_unbound(resolved.config)
     with run_lock(run_dir):
-        run_dir.refuse_existing(overwrite=overwrite)  # one that has begun since
+        # one that has begun since
+        _refuse_existing(run_dir, overwrite=overwrite, is_stage=is_stage)
         _clear(run_dir)
         if stage_record:
             write_atomically(run_dir.stage_record, stage_record)
         return _run(resolved, run_dir, in_job)
+
+
+def _refuse_existing(run_dir: RunDir, *, overwrite: bool, is_stage: bool) -> None:
+    """ConfigError as of `RunDir.refuse_existing`. A graph's stage may also take the place of the
+    merge or the export that the graph had under its name."""
+    replaces_merge = overwrite and is_stage and kind_of_merge(run_dir) != ""
+    run_dir.refuse_existing(overwrite=overwrite, replaces_merge=replaces_merge)
 
 
 def _clear(run_dir: RunDir) -> None:

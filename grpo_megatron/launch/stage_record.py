@@ -63,6 +63,23 @@ def read_stage_record(run_dir: RunDir) -> StageRecord | None:
         return None
 
 
+def kind_of_merge(run_dir: RunDir) -> str:
+    """Return what a graph has made, or begun to make, in a directory that is no run's: `merge` or
+    `export`, or both where the record does not say which; empty: neither."""
+    if run_dir.config.exists() or not run_dir.stage_record.is_file():
+        return ""
+    record = read_stage_record(run_dir)
+    if record is None or record.format == 1:
+        if run_dir.checkpoints.exists():  # of a run that has lost its configuration
+            return ""
+        return "merge or export"
+    if len(record.parts) > 1:
+        return "merge"
+    if record.parts:
+        return "export"
+    return ""
+
+
 def tell_changed_stage(run_dir: RunDir, resolved: ResolvedConfig) -> None:
     """Where a run that is a stage is about to be resumed by hand with other settings, make it
     another stage than that which others have built on, and say on stderr what follows. Call it

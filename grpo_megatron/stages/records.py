@@ -9,7 +9,12 @@ from grpo_megatron.config.changed_settings import ChangedSettings, changed_setti
 from grpo_megatron.config.gates import closed_gates, read_result
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.files import write_atomically
-from grpo_megatron.launch.stage_record import NO_INPUTS, StageRecord, read_stage_record
+from grpo_megatron.launch.stage_record import (
+    NO_INPUTS,
+    StageRecord,
+    kind_of_merge,
+    read_stage_record,
+)
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.stages.graph import Graph, is_there
 from grpo_megatron.stages.inputs import Inputs, present_inputs
@@ -93,15 +98,19 @@ class Records:
     def begin(self, name: str) -> None:
         """Record what a stage begins with that has no process yet; the result that it may have is
         gone. What else is there must be of this record, or be made anew whatever is there."""
+        self._begin(name, self._new_record(name).text)
+
+    def _begin(self, name: str, record: str) -> None:
         run_dir = self.graph.run_dir(name)
         run_dir.result.unlink(missing_ok=True)  # no longer of this record
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir.stage_record, self._new_record(name).text)
+        write_atomically(run_dir.stage_record, record)
         self.has_begun_anew(name)
 
-    def begin_merge(self, name: str) -> None:
-        """Do what `begin` does, and record the code that makes it."""
-        self.begin(name)
+    def begin_merge(self, name: str, record: str) -> None:
+        """Do what `begin` does, with a record that `text_for_run` gave, and record the code that
+        makes it."""
+        self._begin(name, record)
         events = self.graph.run_dir(name).events
         events.unlink(missing_ok=True)
         record_code(events)
@@ -144,9 +153,7 @@ class Records:
         if name in self._anew:
             return "as asked for"
         if not self._has_begun(name):
-            if self.graph.run_dir(name).has_run:
-                return "the graph did not begin the run that is there"
-            return ""
+            return self._what_is_there(name)
         problem = self._problem(name)
         if problem:
             return problem
@@ -154,6 +161,16 @@ class Records:
         if not changes:
             return ""
         return f"changed: {_few(changes)}"
+
+    def _what_is_there(self, name: str) -> str:
+        """Return what the place of a stage has that has not begun; empty: nothing of a stage."""
+        run_dir = self.graph.run_dir(name)
+        if run_dir.has_run:
+            return "the graph did not begin the run that is there"
+        merge = kind_of_merge(run_dir)
+        if merge:
+            return f"changed: {_other_kind(merge)}"
+        return ""
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""
@@ -259,6 +276,10 @@ class Records:
         """Return what of a stage that has begun is another now, by name."""
         if name in self._anew:
             return ["everything, as asked for"]
+        run_dir = self.graph.run_dir(name)
+        is_run = self.graph.table.stages[name].recipe is not None
+        if run_dir.has_run and not is_run:
+            return [_other_kind(_kind_of_run(run_dir))]
         record = read_stage_record(self.graph.run_dir(name))
         assert record is not None  # `_problem` says so
         changes = list(self._settings(name).chosen)
@@ -300,6 +321,20 @@ class Records:
 
     def _begun_ns(self, name: str) -> int:
         return self.graph.run_dir(name).stage_record.stat().st_mtime_ns
+
+
+def _kind_of_run(run_dir: RunDir) -> str:
+    """Return the kind of the run that is in a directory, as far as its configuration says it."""
+    try:
+        values = read_values(run_dir.config)
+    except ConfigError:
+        return "that of a run"
+    return str(values["config"].get("kind", "that of a run"))
+
+
+def _other_kind(kind: str) -> str:
+    """Return what has changed in a stage that was a run and is none now, or is one now."""
+    return f"its kind, was {kind}"
 
 
 def _few(names: Sequence[str]) -> str:

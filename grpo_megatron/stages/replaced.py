@@ -5,6 +5,7 @@ from pathlib import Path
 
 from grpo_megatron.files import remove_directory, write_atomically
 from grpo_megatron.launch import slurm
+from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.stages.records import Records
 
 
@@ -37,14 +38,23 @@ class ReplacedStages:
         has no job and did not begin."""
         for name in self._records.graph.order:
             run_dir = self._records.graph.run_dir(name)
-            has_begun = (run_dir.logs / "latest").exists()
+            # of a merge there is no attempt, but a result at its end
+            has_begun = (run_dir.logs / "latest").exists() or run_dir.result.exists()
             if self.place(name).exists() and not has_begun and slurm.active_job(run_dir) is None:
                 remove_directory(run_dir.root)
                 self.place(name).rename(run_dir.root)
 
     def begin(self, name: str, *, goes_on: bool) -> None:
         """Begin a stage with an empty place for its directory, unless it goes on with what it
-        has."""
+        has. RunLockedError where somebody writes what it has."""
+        run_dir = self._records.graph.run_dir(name)
+        if not run_dir.root.exists():
+            self._begin(name, goes_on=goes_on)
+            return
+        with run_lock(run_dir):
+            self._begin(name, goes_on=goes_on)
+
+    def _begin(self, name: str, *, goes_on: bool) -> None:
         run_dir = self._records.graph.run_dir(name)
         self._earlier[name] = _Earlier(_text(run_dir.result), goes_on)
         if goes_on:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 
 from grpo_megatron.errors import (
     INTERRUPTED_EXIT_CODE,
@@ -13,12 +14,13 @@ from grpo_megatron.errors import (
     GrpoMegatronError,
     SetupError,
 )
-from grpo_megatron.files import write_atomically
+from grpo_megatron.files import clear_directory, replace_directory, write_atomically
 from grpo_megatron.launch import slurm
 from grpo_megatron.launch.bindings import SKIP_REMEDY, refuse_unbound_code, refuse_unfit_data
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.plan.resolve import refuse_cpu_engine
+from grpo_megatron.rundir import RunDir
 from grpo_megatron.stages.graph import Graph
 from grpo_megatron.stages.interrupts import InterruptForwarder
 from grpo_megatron.stages.records import Records, State
@@ -138,12 +140,23 @@ def _merge(graph: Graph, records: Records, name: str) -> int:
     run_dir = graph.run_dir(name)
     try:
         with run_lock(run_dir):
-            records.begin_merge(name)
+            record = records.text_for_run(name, goes_on=False)
+            replaces_run = run_dir.has_run
+            merged = run_dir.export
+            if replaces_run:  # which stays until there is something in its place
+                merged = run_dir.root / "merged"
+            else:
+                records.begin_merge(name, record)
             merge_checkpoints(
                 {graph.part(text): weight for text, weight in stage.parts.items()},
-                run_dir.export,
+                merged,
                 stage.dtype,
             )
+            if replaces_run:
+                _remove_run(run_dir, kept=merged)
+                records.begin_merge(name, record)
+                replace_directory(merged, run_dir.export)
+                run_dir.config.unlink()
             seconds = time.monotonic() - started
             write_atomically(run_dir.result, f'{{"seconds": {seconds:.1f}}}')
     except GrpoMegatronError as error:
@@ -152,6 +165,15 @@ def _merge(graph: Graph, records: Records, name: str) -> int:
     if records.closed_gates(name):
         return GateError.exit_code
     return 0
+
+
+def _remove_run(run_dir: RunDir, kept: Path) -> None:
+    """Remove the run that a stage had before it became a merge, but for its logs, its job, and its
+    configuration, which says until the end that it is to be replaced. kept: another part that
+    stays."""
+    run_dir.stage_record.unlink(missing_ok=True)  # killed from here on, it is no stage any more
+    logs = run_dir.root / "logs"
+    clear_directory(run_dir.root, (run_dir.lock, run_dir.config, run_dir.slurm, logs, kept))
 
 
 def submit_graph(
@@ -197,6 +219,7 @@ def submit_graph(
                 say(_not_run_because_of(name, records, sorted(blocking)))
                 continue
             after = [jobs[parent] for parent in parents if parent in jobs]
+            changed = records.changed_since(name)
             try:
                 jobs[name] = _submit(records, replaced, name, site, after)
             except GrpoMegatronError as error:
@@ -206,6 +229,8 @@ def submit_graph(
             told = f"{name}: job {jobs[name]}"
             if after:
                 told += f" after {', '.join(after)}"
+            if changed:
+                told += f", anew ({changed})"
             say(told)
         replaced.remove()
     return jobs
