@@ -6,12 +6,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("grpo_megatron/stages/report_assets/*", "grpo_megatron/telemetry/gap_page.html")
+SUFFIXES = (".html", ".css", ".js")
 
 
 def page_sources() -> list[Path]:
-    """Return the files that the report page and the page of `mismatch` are made of."""
-    return sorted(file for pattern in PAGES for file in ROOT.glob(pattern))
+    """Return the files that pages of runs, of `mismatch` and of `prove` are made of."""
+    return sorted(file for file in (ROOT / "grpo_megatron").rglob("*") if file.suffix in SUFFIXES)
 
 
 def test_the_sources_are_found():
