@@ -14,6 +14,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import LAYOUT_KEYS
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
@@ -195,7 +196,8 @@ def resume(
     export = Path(root) / "export"
     trainer_side.execute(ExportModel(export))
     converted = Path(root) / "converted"
-    job = ConversionJob(str(directory), str(converted), to="hf", layout=layout, probe=False)
+    of_ranks = {key: value for key, value in layout.items() if key in LAYOUT_KEYS}
+    job = ConversionJob(str(directory), str(converted), to="hf", layout=of_ranks, probe=False)
     convert(job, RankInfo.from_environment(), fresh_store())
     return {
         "loaded": loaded,
