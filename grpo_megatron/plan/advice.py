@@ -110,6 +110,35 @@ def warmups_end(config: RunConfig) -> list[Violation]:
     return found
 
 
+@ADVICE.rule("idle_gpus")
+def nodes_that_train_are_full(config: RunConfig) -> Violation | None:
+    """Warn of more nodes that train than ranks need, where engines have nodes of their own and
+    leave the GPUs between idle."""
+    placement = config.placement
+    if placement.gpus_per_node == 0 or placement.rollout_nodes == 0:
+        return None
+    needed = _nodes_of_ranks(config)
+    if placement.trainer_nodes <= needed:
+        return None
+    num_idle = placement.num_trainer_gpus - config.trainer.num_ranks
+    return Violation(
+        "placement.trainer_nodes",
+        f"{num_idle} of the {placement.num_trainer_gpus} GPUs of these nodes have no rank "
+        f"(trainer.num_ranks = {config.trainer.num_ranks}), and engines have nodes of their own",
+        nearest=(needed,),
+        related=("trainer.num_ranks", "placement.rollout_nodes"),
+    )
+
+
+def _nodes_of_ranks(config: RunConfig) -> int:
+    """Return how few nodes have a GPU for every rank, and equally many ranks each."""
+    num_ranks = config.trainer.num_ranks
+    num_nodes = -(-num_ranks // config.placement.gpus_per_node)
+    while num_ranks % num_nodes:
+        num_nodes += 1
+    return num_nodes
+
+
 @ADVICE.rule("vision_tower")
 def images_are_guessed_in_plans(config: RunConfig) -> Violation | None:
     """Warn of what a plan does not know of the images of a model that sees."""

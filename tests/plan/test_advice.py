@@ -10,7 +10,7 @@ from grpo_megatron import assets
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.objective import SETTINGS_OF_CHOICES, ObjectiveConfig
 from grpo_megatron.config.run import ModelConfig
-from grpo_megatron.plan.advice import advice_for, exports_are_the_newest
+from grpo_megatron.plan.advice import advice_for, exports_are_the_newest, nodes_that_train_are_full
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 
@@ -59,6 +59,34 @@ def test_the_policys_warmup_begins_after_that_of_its_critic():
     longer = ["critic.optimizer.warmup_steps=221", "optimizer.warmup_steps=201"]
     wanted = ["optimizer.warmup_steps", "critic.optimizer.warmup_steps"]
     assert keys("demo/ppo-moe-cpu", *run, *longer) == wanted
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "wanted"),
+    [
+        ("moe/deepseek-v3", ["trainer.num_ranks=128"], ["placement.trainer_nodes"]),
+        ("moe/deepseek-v3", [], []),
+        ("moe/deepseek-v3", ["placement.trainer_nodes=34"], ["placement.trainer_nodes"]),
+        ("dense/qwen3-8b", [], []),  # engines take what its ranks leave
+    ],
+)
+def test_nodes_that_train_are_full(recipe, overrides, wanted):
+    config = resolve(recipe).config
+    for override in overrides:
+        key, value = override.split("=")
+        table, field = key.split(".")
+        part = getattr(config, table).model_copy(update={field: int(value)})
+        config = config.model_copy(update={table: part})
+    found = [unusual for unusual in advice_for(config) if unusual.rule == "idle_gpus"]
+    assert [unusual.key for unusual in found] == wanted
+
+
+def test_the_fewest_nodes_that_share_ranks_evenly_are_advised():
+    config = resolve("moe/deepseek-v3").config
+    trainer = config.trainer.model_copy(update={"num_ranks": 20})  # not over three nodes of eight
+    told = nodes_that_train_are_full(config.model_copy(update={"trainer": trainer}))
+    assert told.nearest == (4,)
+    assert "236 of the 256 GPUs" in told.message
 
 
 def test_tiny_models_learn_fast_and_supervision_has_rates_of_its_own():
