@@ -144,14 +144,9 @@ def _steps(config: RunConfig, changes: _Changes) -> None:
     if config.takes_steps and config.num_steps > 0:
         changes.set("num_steps", NUM_STEPS, why)
         changes.set("checkpoint.interval", 1, why)
-    peak = "the learning rate gets to its peak"
-    if config.trains:
-        changes.at_most("optimizer.warmup_steps", config.optimizer.warmup_steps, 1, peak)
     if config.critic is not None:
         warmup_steps = config.critic.warmup_steps
         changes.at_most("critic.warmup_steps", warmup_steps, 1, "the policy is trained after it")
-        warmup_steps = config.critic.optimizer.warmup_steps
-        changes.at_most("critic.optimizer.warmup_steps", warmup_steps, 1, peak)
     if config.evaluation.interval:
         changes.set("evaluation.interval", 2, why)
     changes.at_most("evaluation.num_samples", config.evaluation.num_samples, 2, why)

@@ -315,12 +315,6 @@ def test_an_override_that_is_small_already_is_kept(tmp_path):
     assert after.rollout.num_replicas == 1
 
 
-@pytest.mark.parametrize("table", ["optimizer", "critic.optimizer"])
-def test_learning_rates_get_to_their_peak(tmp_path, table):
-    _, after = scaled("demo/ppo-moe-cpu", tmp_path, f"{table}.warmup_steps=20")
-    assert "warmup_length" not in [advice.rule for advice in advice_for(after)]
-
-
 def test_lengths_in_rewards_shrink_with_the_completions(tmp_path):
     before, after = scaled("dense/qwen3-8b", tmp_path)
     share = before.domains[0].rewards[1].arguments["buffer"] / before.rollout.max_new_tokens
