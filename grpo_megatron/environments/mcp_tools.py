@@ -8,7 +8,6 @@ from typing import Any
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.environments.protocol import ToolSchema, Unscorable
 from grpo_megatron.environments.registry import traits
-from grpo_megatron.environments.remote import check_url
 from grpo_megatron.environments.tools import (
     EXACT_MATCH,
     FinalAnswer,
@@ -18,6 +17,7 @@ from grpo_megatron.environments.tools import (
     tool_schema,
 )
 from grpo_megatron.errors import EpisodeError
+from grpo_megatron.rewards.argument_checks import check_url
 from grpo_megatron.types import Problem
 
 _CLOSE_S = 5.0
@@ -45,7 +45,7 @@ def _check(
                 remedy='for example command = ["python", "-m", "my_server"]',
             )
     if url is not None:
-        check_url(url)
+        check_url("url", url)
     if variables is not None and not isinstance(variables, Mapping):
         raise EpisodeError(
             f"variables = {variables!r} is no table", remedy='for example variables = { KEY = "…" }'

@@ -27,7 +27,6 @@ from grpo_megatron.environments.protocol import (
     Unscorable,
 )
 from grpo_megatron.environments.registry import traits
-from grpo_megatron.environments.remote import check_url
 from grpo_megatron.environments.tools import (
     History,
     ToolError,
@@ -36,7 +35,7 @@ from grpo_megatron.environments.tools import (
     result_message,
 )
 from grpo_megatron.errors import EpisodeError
-from grpo_megatron.rewards.argument_checks import check_number
+from grpo_megatron.rewards.argument_checks import check_number, check_url
 from grpo_megatron.types import Problem
 
 RESET = "reset"
@@ -76,7 +75,7 @@ def _check(
     timeout_s: float = 600.0,
     **_: object,
 ) -> None:
-    check_url(url)
+    check_url("url", url)
     check_number("timeout_s", timeout_s, above=0)
     for name, table in (("action", action), ("reset", reset)):
         if table is not None and not isinstance(table, Mapping):
@@ -103,7 +102,8 @@ class OpenEnvironment:
     a turn, where they have one field, or that `text_field` names; else calls. Each action has the
     fields `action` too. The policy reads the fields `observation`, or all. An episode begins with
     the parameters `reset`, those of its row, and its seed. The outcome is the sum of all rewards or
-    the last one; its metrics are `actions` and `refused_actions`.
+    the last one; its metrics are `actions` and `refused_actions`, calls of tools that failed among
+    the latter.
 
     Unscorable is an episode whose server fails, is full, or begins it otherwise than others of its
     group, unless `same_beginning` is False."""
@@ -167,11 +167,11 @@ class OpenEnvironment:
         """Take the actions of a turn, one after the other."""
         self._rewards.clear()
         if isinstance(self._form, TextField):
-            told = await self._told(self._form.action(reply.text))
+            told = await self._answer_to(reply.text, self._form)
             messages: list[Message] = [{"role": "user", "content": told}]
         elif reply.tool_calls or reply.error is not None:
             messages = await self._call_all(reply)
-        else:  # nothing is done any more
+        else:  # a turn that does nothing is the policy's last
             self._is_done = True
             messages = []
         self._history.add(messages)
@@ -213,22 +213,18 @@ class OpenEnvironment:
         form = self._form
         assert isinstance(form, Act | ServerTools), "only tools are called"
         try:
-            action = form.action(call)
-        except ToolError as error:
-            self._num_refused += 1
-            return f"error: {error}"
-        try:
-            observed = await self._act(action)
+            observed = await self._act(form.action(call))
             if isinstance(form, ServerTools):
                 return form.result(observed.observation)
             return self._shown(observed)
-        except (RefusedAction, ToolError) as error:
+        except ToolError as error:
             self._num_refused += 1
             return f"error: {error}"
 
-    async def _told(self, action: Mapping[str, Any]) -> str:
+    async def _answer_to(self, text: str, form: TextField) -> str:
+        """Return what the server observes behind a turn that is a text."""
         try:
-            return self._shown(await self._act(action))
+            return self._shown(await self._act(form.action(text)))
         except RefusedAction as error:
             self._num_refused += 1
             return f"error: {error}"

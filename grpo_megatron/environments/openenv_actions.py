@@ -91,8 +91,9 @@ class ServerTools:
 def asks_for_tools(schema: Mapping[str, Any]) -> bool:
     """Whether actions are calls of tools that the server has: it names the fields of such a call,
     or none at all, which is how a server says that it leaves actions to its tools."""
-    properties = schema.get("properties", {})
-    return set(properties) - {METADATA} in (_OF_TOOLS, set())
+    fields = set(schema.get("properties", {}))
+    fields.discard(METADATA)
+    return not fields or fields == _OF_TOOLS
 
 
 def tools_of(listed: Mapping[str, Any]) -> ServerTools:
@@ -115,7 +116,10 @@ def form_of(
     not."""
     properties = dict(schema.get("properties", {}))
     properties.pop(METADATA, None)
-    for name in (*constants, *filter(None, [text_field])):
+    named = list(constants)
+    if text_field is not None:
+        named.append(text_field)
+    for name in named:
         if name not in properties:
             raise EpisodeError(
                 f"actions of the server have no field {name!r}",

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from grpo_megatron.environments.protocol import Unscorable
+from grpo_megatron.environments.tools import ToolError
 from grpo_megatron.environments.wire import LONGEST_LINE
 
 _LONGEST_REASON = 300
@@ -30,8 +31,8 @@ class Observed(msgspec.Struct, frozen=True):
     done: bool = False
 
 
-class RefusedAction(Exception):
-    """An action that is none of the environment's kind: the policy is to read why."""
+class RefusedAction(ToolError):
+    """An action that is none of the environment's kind."""
 
 
 class _Message(msgspec.Struct, frozen=True):

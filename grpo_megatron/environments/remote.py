@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -12,7 +11,7 @@ from grpo_megatron.environments.registry import traits
 from grpo_megatron.environments.wire import ENCODER, LONGEST_LINE, PackedObservation, PackedStep
 from grpo_megatron.errors import EpisodeError
 from grpo_megatron.network import Endpoint
-from grpo_megatron.rewards.argument_checks import check_number
+from grpo_megatron.rewards.argument_checks import check_number, check_url
 from grpo_megatron.types import Problem
 
 
@@ -64,15 +63,6 @@ class CloseAnswer(msgspec.Struct, frozen=True):
 _Answer = TypeVar("_Answer")
 
 
-def check_url(url: str) -> None:
-    """Refuse what is no address of a server, with an EpisodeError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise EpisodeError(
-            f"url = {url!r}", remedy="a URL begins with http:// or https:// and names a host"
-        )
-
-
 def _check(
     *, url: str | None = None, endpoint: str | None = None, timeout_s: float = 600.0
 ) -> None:
@@ -82,7 +72,7 @@ def _check(
             remedy='for example url = "http://127.0.0.1:8000"',
         )
     if url is not None:
-        check_url(url)
+        check_url("url", url)
     check_number("timeout_s", timeout_s, above=0)
 
 

@@ -40,7 +40,7 @@ def check_url(name: str, value: Any) -> None:
         if "://" not in value and _is_address(f"http://{value}"):
             remedy = f'write {name} = "http://{value}"'
     elif isinstance(value, list | tuple):
-        remedy += "; where several serve the model, to that of a proxy before them"
+        remedy += "; where several serve the same, to that of a proxy before them"
     raise RewardError(f"{name} = {value!r} is not the address of a server", remedy=remedy)
 
 

@@ -110,7 +110,7 @@ class Component:
             what += f": {raised_at(self.trace)}"
         remedy = "correct the function"
         if self.reward.reference.startswith(_SHIPPED):
-            remedy = "see to what it says"
+            remedy = "mend what it names"
         return RewardError(
             f"reward {self.reward.reference} {what}",
             where=f"[[domains]] {self.domain}, reward {self.name}",

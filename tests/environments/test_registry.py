@@ -135,7 +135,7 @@ def test_two_packages_with_one_name(points):
         ("calculator", {"reward_arguments": 5}, "are 5, not a table"),
         ("calculator", {"reward_arguments": 0}, "are 0, not a table"),
         ("calculator", {"reward_arguments": {"tolerance": -1}}, "tolerance = -1"),
-        ("remote", {"url": 5}, "cannot work with its arguments: AttributeError"),
+        ("remote", {"url": 5}, "url = 5 is not the address of a server"),
         ("search", {"corpus": 5}, "cannot work with its arguments: TypeError"),
     ],
 )

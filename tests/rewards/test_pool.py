@@ -100,7 +100,7 @@ def test_who_cannot_correct_a_function_is_not_asked_to():
     judge = {"function": "grpo_megatron.rewards.judge:judge", "arguments": arguments}
     with pytest.raises(RewardError, match="no answer: ") as caught:
         score([domain(judge)], [group(["1"])])
-    assert caught.value.remedy == "see to what it says, or raise [data] reward_timeout_s"
+    assert caught.value.remedy == "mend what it names, or raise [data] reward_timeout_s"
     with pytest.raises(RewardError, match="no reward for ") as caught:
         score([domain(OBEY)], [group(["raise"])])
     assert caught.value.remedy.startswith("correct the function, or ")
