@@ -56,6 +56,9 @@ class EnvironmentConfig(EpisodeConfig):
     step_s: float = Field(30.0, gt=0)
     """Seconds that the environment may take to begin or to reply; past them the episode is
     unscorable, and a process that does not answer at all is ended with all of its episodes."""
+    same_beginning: bool = True
+    """An episode that begins with other messages or tools than another of its group is unscorable:
+    they are compared with each other. False: they may differ."""
     demonstration: tuple[str, ...] = ()
     """What a cold start trains the policy to say, turn by turn, while the environment replies; with
     the fields of `response_template`."""

@@ -18,7 +18,7 @@ from grpo_megatron.data.dataset_answers import (
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.rollout.episode_domains import OpenEnvironment, episode_domains
-from grpo_megatron.rollout.episodes import EpisodeSeeds
+from grpo_megatron.rollout.episodes import EpisodePlayer, EpisodeSeeds
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.types import Completion, Prompt
@@ -26,6 +26,15 @@ from grpo_megatron.types import Completion, Prompt
 logger = logging.getLogger(__name__)
 
 _TRIES = 3
+
+
+class _Demonstrator(EpisodePlayer):
+    """Plays episodes that are compared with no others: one of a prompt may be played again."""
+
+    def require_same_beginning(self, *_: object) -> None:
+        """See `EpisodePlayer`; any beginning is right."""
+
+
 """Of an episode that cannot be scored."""
 
 
@@ -47,7 +56,7 @@ class Demonstrations:
             update={"rollout": config.rollout.model_copy(update={"segment_tokens": None})}
         )
         self._episodes = episode_domains(
-            in_whole_turns, tokenizer, tokenizer_directory, open_environment
+            in_whole_turns, tokenizer, tokenizer_directory, open_environment, _Demonstrator
         )
         self._turns: dict[str, _Turns] = {}
         for domain in config.domains:

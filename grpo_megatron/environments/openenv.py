@@ -1,7 +1,6 @@
 """Environments of an OpenEnv server (https://github.com/huggingface/OpenEnv), as those of a run."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -42,26 +41,6 @@ RESET = "reset"
 """What a row says of its episode: parameters of the reset."""
 
 _OUTCOMES = ("sum", "last")
-
-
-class _Beginnings:
-    """How the newest groups have begun, to find those whose episodes begin otherwise."""
-
-    _KEPT = 4096
-
-    def __init__(self) -> None:
-        self._states: OrderedDict[tuple[str, str, int], str] = OrderedDict()
-
-    def is_same(self, group: tuple[str, str, int], state: str) -> bool:
-        """Whether an episode of the group (server, question, seed) begins as its first one."""
-        first = self._states.setdefault(group, state)
-        while len(self._states) > self._KEPT:
-            self._states.popitem(last=False)
-        return first == state
-
-
-_BEGINNINGS = _Beginnings()
-"""Of this process."""
 
 
 def _check(
@@ -105,8 +84,7 @@ class OpenEnvironment:
     the last one; its metrics are `actions` and `refused_actions`, calls of tools that failed among
     the latter.
 
-    Unscorable is an episode whose server fails, is full, or begins it otherwise than others of its
-    group, unless `same_beginning` is False."""
+    Unscorable is an episode whose server fails or is full."""
 
     def __init__(
         self,
@@ -117,7 +95,6 @@ class OpenEnvironment:
         observation: Sequence[str] = (),
         reset: Mapping[str, Any] | None = None,
         outcome: Literal["sum", "last"] = "sum",
-        same_beginning: bool = True,
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ):
@@ -131,7 +108,6 @@ class OpenEnvironment:
         self._shown_fields = tuple(observation)
         self._reset = dict(reset or {})
         self._takes_last = outcome == "last"
-        self._same_beginning = same_beginning
         self._history = History()
         self._form: TextField | Act | ServerTools | None = None
         self._is_done = False
@@ -153,15 +129,7 @@ class OpenEnvironment:
         tools = await self._tools(schema)
         messages = messages_with(problem, self._shown(observed))
         self._history.add(messages)
-        state = self._history.state
-        group = (self._url, problem.question, seed)
-        if self._same_beginning and not _BEGINNINGS.is_same(group, state):
-            raise Unscorable(
-                f"{self._url} begins otherwise than with the same seed before, and episodes of a "
-                "group are compared: have it take the seed, name the fields to read in "
-                "`observation`, or set same_beginning = false"
-            )
-        return Observation(messages, tools, state, self._outcome())
+        return Observation(messages, tools, self._history.state, self._outcome())
 
     async def step(self, reply: Reply) -> Step:
         """Take the actions of a turn, one after the other."""

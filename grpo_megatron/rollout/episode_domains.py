@@ -72,8 +72,9 @@ class _Domains:
         self, domain: DomainConfig, settings: EnvironmentConfig, player: type[EpisodePlayer]
     ) -> EpisodeDomain:
         """The environment replies."""
+        make_player = partial(player, same_beginning=settings.same_beginning)
         return EpisodeDomain(
-            self._sampler(player, domain, settings),
+            self._sampler(make_player, domain, settings),
             partial(self._limits, settings),
             partial(self._open_environment, domain.name),
         )
@@ -102,12 +103,12 @@ class _Domains:
         )
 
     def _sampler(
-        self, kind: type[_Sampler], domain: DomainConfig, settings: EpisodeConfig
+        self, make: Callable[..., _Sampler], domain: DomainConfig, settings: EpisodeConfig
     ) -> _Sampler:
         template = self._tokenizer.chat_template
         assert template is not None  # rule environment_template, and PromptRenderer
         reader = ReplyReader(settings.tool_format, template, self._tokenizer_directory)
-        return kind(
+        return make(
             turn_tokens=partial(self._turn_tokens, domain),
             read_reply=reader,
             load_reading=reader.load,

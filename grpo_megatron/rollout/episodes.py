@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Any
 
 from grpo_megatron import progress
 from grpo_megatron.data.conversation import Message, conversation_of
@@ -21,6 +21,7 @@ from grpo_megatron.environments.protocol import (
     Unscorable,
 )
 from grpo_megatron.errors import DataError
+from grpo_megatron.rollout.beginnings import Beginnings
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
@@ -50,12 +51,18 @@ class EpisodeSeeds:
 
 
 class EpisodePlayer(TurnSampler):
-    """Plays the episodes of one domain with its environments. Arguments are those of
-    `TurnSampler`."""
+    """Plays the episodes of one domain with its environments.
 
-    @cached_property
-    def _without_room(self) -> "_WithoutRoom":
-        return _WithoutRoom()
+    same_beginning: an episode that begins otherwise than another of its group cannot be scored.
+    Other arguments are those of `TurnSampler`."""
+
+    def __init__(self, *, same_beginning: bool = True, **sampler: Any):
+        super().__init__(**sampler)
+        self._beginnings: Beginnings | None = None
+        if same_beginning:
+            self._beginnings = Beginnings()
+        self._warn = _Warnings()
+        self._without_room = _WithoutRoom()
 
     async def play(
         self,
@@ -67,15 +74,29 @@ class EpisodePlayer(TurnSampler):
     ) -> Completion:
         """Play one episode; all sequences have `answered_ids`.
 
-        One that cannot be scored has an outcome of NaN: its environment fails, or begins it with
-        more than the engine takes. Raises DataError where the tokens of a turn cannot be proved, or
-        no episode finds room to begin; and what `ask` raises."""
+        One that cannot be scored has an outcome of NaN: its environment fails, begins it otherwise
+        than another of its group, or with more than the engine takes. Raises DataError where the
+        tokens of a turn cannot be proved, or no episode finds room to begin; and what `ask`
+        raises."""
         episode = _Episode(self, ask, environment, problem, seeds, limits)
         try:
             await episode.play()
         finally:
             await environment.close()
         return episode.completion()
+
+    def require_same_beginning(
+        self, problem: Problem, seeds: EpisodeSeeds, observation: Observation
+    ) -> None:
+        """Raise Unscorable where an episode begins otherwise than another of its group."""
+        if self._beginnings is None:
+            return
+        try:
+            group = (problem.question, seeds.environment)
+            self._beginnings.require_same(group, observation)
+        except Unscorable as error:
+            self._warn(error.reason)
+            raise
 
     def found_room(self) -> None:
         """An episode begins."""
@@ -85,16 +106,28 @@ class EpisodePlayer(TurnSampler):
         """An episode cannot begin, for the reason `told`. Raises DataError where that is so for one
         group after the other."""
         self._without_room.add((problem.question, seeds.environment), told)
+        self._warn(told)
+
+
+class _Warnings:
+    """Says why the first episodes cannot be scored."""
+
+    def __init__(self) -> None:
+        self._num_logged = 0
+
+    def __call__(self, told: str) -> None:
+        self._num_logged += 1
+        if self._num_logged <= _MOST_LOGGED:
+            logger.warning("an episode cannot be scored: %s", told)
 
 
 class _WithoutRoom:
-    """Counts episodes that cannot begin, and tells the first of them."""
+    """Counts groups whose episodes cannot begin."""
 
     def __init__(self) -> None:
         self._groups: set[tuple[str, int]] = set()
         """Question and seed of the last episodes, none of which could begin; a question that comes
         again is in another group."""
-        self._num_logged = 0
 
     def clear(self) -> None:
         """One could begin."""
@@ -111,9 +144,6 @@ class _WithoutRoom:
                 where="[rollout] max_model_len, [trainer] max_tokens_per_microbatch",
                 remedy="raise them, or have the environment say less in front of the first turn",
             )
-        self._num_logged += 1
-        if self._num_logged <= _MOST_LOGGED:
-            logger.warning("an episode cannot be scored: %s", told)
 
 
 class _Episode:
@@ -148,6 +178,7 @@ class _Episode:
         """Take turns until the environment or a limit ends the episode."""
         try:
             observation = await self._environment.reset(self._problem, self._seeds.environment)
+            self._player.require_same_beginning(self._problem, self._seeds, observation)
         except Unscorable:
             self._finish_reason = "stop"  # no limit has ended it
             await self._sample_unscorable()

@@ -365,6 +365,43 @@ def test_episodes_none_of_which_can_begin_stop_the_run(tokenizer, monkeypatch):
         play_one("987654", seed=2)
 
 
+class Drawn(Patient):
+    """Begins with numbers of its own, whatever the seed is."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    async def reset(self, problem: Problem, seed: int) -> Observation:
+        return Observation(({"role": "user", "content": str(self.number)},), outcome=Outcome(1.0))
+
+
+@pytest.mark.parametrize("same_beginning", [True, False])
+def test_episodes_of_a_group_begin_alike(tokenizer, caplog, same_beginning):
+    player = EpisodePlayer(
+        same_beginning=same_beginning,
+        turn_tokens=lambda tools: TurnTokens(tokenizer, tokenizer.chat_template, tools=tools),
+        read_reply=read_reply,
+        decode=tokenizer.decode,
+    )
+
+    def worth(number: int, question: str = "12", seed: int = 7) -> float:
+        script = Script(tokenizer, "408")
+        environment = Drawn(number)
+        seeds = EpisodeSeeds(seed, None)
+        found = asyncio.run(player.play(script, environment, Problem(question, ""), seeds, LIMITS))
+        assert environment.closed == 1
+        return found.outcome
+
+    assert worth(1) == 1.0
+    assert worth(1) == 1.0
+    assert np.isnan(worth(2)) == same_beginning
+    assert worth(1) == 1.0
+    assert worth(2, seed=8) == 1.0
+    assert worth(2, question="13") == 1.0
+    assert ("begins otherwise" in caplog.text) == same_beginning
+
+
 @pytest.mark.parametrize("name", ["calculator", "guess_number", "lights_out"])
 def test_markers_in_messages_of_the_recipe_are_markers(tokenizer, name):
     system = {"role": "system", "content": "<|end|>"}
