@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import IO
 
 from grpo_megatron.files import write_atomically
 
@@ -54,13 +55,15 @@ def command(
     )
 
 
-def start(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
+def start(
+    *arguments: str, environment: dict[str, str] | None = None, output: int | IO = subprocess.PIPE
+) -> subprocess.Popen:
     """Run in the background, in a process group of its own."""
     return subprocess.Popen(
         [*COMMAND, *arguments],
         env=_environment() | (environment or {}),
         text=True,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 
 import pytest
 
 from tests.e2e import runs
+from tests.e2e.random_faults import SEED, share_of_kills, timeout_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(3600)]
+NUM_KILLS = share_of_kills(0.2)
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.chaos,
+    pytest.mark.timeout(timeout_of(NUM_KILLS)),
+]
 
-NUM_KILLS = int(os.environ.get("CHAOS_KILLS", 10))
-SEED = int(os.environ.get("CHAOS_SEED", random.randrange(1000)))
 GRAPH = """
 name = "graph"
 runs_dir = "{root}"
