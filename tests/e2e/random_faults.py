@@ -19,9 +19,10 @@ NUM_KILLS = int(os.environ.get("CHAOS_KILLS", 50))
 """Of all tests with random moments together."""
 SEED = int(os.environ.get("CHAOS_SEED", random.randrange(1000)))
 LONGEST_PAUSE_S = 26.0
-"""From a start to the first fault, and between two: a start takes about 15 s."""
-LONGEST_PAUSE_IN_STEPS_S = 4.0
-"""From a step that a fault has waited for; steps take less than a second."""
+"""Between two faults, for one in a start, which takes about 15 s."""
+LONGEST_SHORT_PAUSE_S = 4.0
+"""Between two faults, for one close behind the other, and from a step to the fault that waited for
+it; steps take less than a second."""
 LONGEST_STOP_S = 5.0
 """Of a supervisor, which nobody watches: who stopped it lets it go on."""
 
@@ -53,10 +54,12 @@ class RandomFaults:
 
         Returns its exit code."""
         while self.left:
-            longest_s = LONGEST_PAUSE_S
-            if self._chance.random() < 0.5:
+            moment = self._chance.choice(["any", "soon", "after a step"])
+            longest_s = LONGEST_SHORT_PAUSE_S
+            if moment == "any":
+                longest_s = LONGEST_PAUSE_S
+            if moment == "after a step":
                 _wait_for_a_step(run, supervisor)
-                longest_s = LONGEST_PAUSE_IN_STEPS_S
             try:
                 return supervisor.wait(self._chance.uniform(0, longest_s))
             except subprocess.TimeoutExpired:
