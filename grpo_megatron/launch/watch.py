@@ -152,7 +152,7 @@ class RoleWatch:
 
 def without_waiting_controller(hangs: Mapping[str, Hang]) -> dict[str, Hang]:
     """Leave out a controller that makes no progress, where others work or are about to start, each
-    within a limit of its own: it waits for them."""
+    within a limit of its own, or have just done so: it waits for them."""
     found = dict(hangs)
     if "controller" in found and found["controller"].cause == "stuck":
         del found["controller"]

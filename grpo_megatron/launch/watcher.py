@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.look import STOPPED_STATES, Look, process_state
 from grpo_megatron.launch.watch import (
+    SHORTEST_LIMIT_S,
     Hang,
     RoleWatch,
     culprits,
@@ -29,6 +30,7 @@ PERIOD_S = 2.5
 _STALLED_S = 10.0
 """A round of reading and writing that takes longer says nothing about the roles."""
 _LOOK_AGAIN_S = 20.0  # at a role that starts
+_LEFT_TO_CONTROLLER_S = SHORTEST_LIMIT_S / 2  # to go on with what others have done
 _MOST_LOOKS = 8  # at processes that hang at once; others hang for the same reason
 _STACK_LINES = 12  # of a stack, in a message
 
@@ -91,6 +93,7 @@ class Watcher:
         self._pids: dict[str, int | None] = {}
         for role, pid in roles.items():
             self.begin(role, pid)
+        self._others_rest_s = 0.0  # since a role that is not the controller has worked
         self._named: dict[str, _Named] = {}
         self._looks_again_s: dict[str, float] = {}
         self._news: queue.SimpleQueue[tuple[RoleWatch | None, News]] = queue.SimpleQueue()
@@ -208,14 +211,18 @@ class Watcher:
         records: Mapping[str, ProgressRecord | None],
         passed_s: float,
     ) -> dict[str, Hang]:
-        """Return who hangs, by role; a controller that only waits for others is not among them."""
+        """Return who hangs, by role; a controller that only waits for others, or has a moment ago,
+        is not among them."""
         hangs = {}
         for role, watch in watches.items():
             hang = watch.update(records[role], passed_s, is_stopped=self._is_stopped(role))
             if hang is not None:
                 hangs[role] = hang
         others = [watch for role, watch in watches.items() if role != "controller"]
+        self._others_rest_s += passed_s
         if self.awaits_start or any(watch.is_working for watch in others):
+            self._others_rest_s = 0.0
+        if self._others_rest_s < _LEFT_TO_CONTROLLER_S:
             return without_waiting_controller(hangs)
         return hangs
 

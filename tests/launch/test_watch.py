@@ -233,7 +233,13 @@ def test_the_controller_may_wait_for_whoever_works(config, tmp_path, monkeypatch
     watch.look_once(PERIOD_S)
     assert watch.take_news() == []
     trainer.enter("waiting", is_waiting=True)
-    trainer.write()
+    rested_s = 0.0
+    while rested_s < 30 - PERIOD_S:  # it may not have read yet that the trainer has ended
+        rested_s += PERIOD_S
+        trainer.write()
+        controller.write()
+        watch.look_once(PERIOD_S)
+        assert watch.take_news() == []
     watch.look_once(PERIOD_S)
     [news] = watch.take_news()
     assert (news.role, news.cause) == ("controller", "stuck")
