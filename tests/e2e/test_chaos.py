@@ -35,6 +35,7 @@ SETTINGS = (
 AHEAD = (
     "batch.max_staleness=4",
     "publish.pause=keep",
+    "publish.beside_decoding=true",
     "rollout.deterministic=false",
     "rollout.segment_tokens=4",
     "objective.preset=grpo",
