@@ -411,6 +411,9 @@ class PublishConfig(Strict):
     pause: Literal["wait", "abort", "keep"] = "wait"
     """Requests in flight: `wait` for their end; with batch.max_staleness >= 1 also `abort` them and
     continue with new requests, or let the engine `keep` them, both under the new weights."""
+    beside_decoding: bool = False
+    """Weights come into host memory while engines decode, which pause to load them only: with
+    batch.max_staleness >= 1, pause abort or keep, and weights that pass through host memory."""
     num_senders: int = Field(1, ge=1)
     """Without effect, for recipes of earlier versions: every trainer rank sends what it holds."""
     bucket_mib: int = Field(256, ge=1)

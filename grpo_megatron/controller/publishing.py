@@ -48,6 +48,7 @@ class Publisher:
     Attributes:
         version: Of the weights that the engines have; -1 before the first publish.
         unchecked: Engines that joined since the last log-prob check.
+        paused_s: Seconds in which the last publish kept engines from decoding.
         resumed_at: When the engines got the weights of `version` (`time.perf_counter`).
         sent_fraction: Bytes that the last publish sent, of those of the whole weights; what an
             engine that joined was sent is no part of it."""
@@ -66,6 +67,7 @@ class Publisher:
         self.trainer = trainer
         self.engines = engines
         self.version = -1
+        self.paused_s = 0.0
         self.resumed_at = 0.0
         self.sent_fraction = 1.0
         self._num_bytes = 1  # of the weights
@@ -192,6 +194,7 @@ class Publisher:
         except EngineError:  # the streams are broken: the next publish connects anew
             self._control = self._new_control([])
             raise
+        self.paused_s = self._control.paused_s
         if self.config.publish.method != "file":
             self.sent_fraction = self._num_last_sent_bytes / self._num_bytes
 
@@ -235,8 +238,12 @@ class Publisher:
         self._control = control
 
     def _new_control(self, clients: Sequence[EngineClient]) -> EngineControl:
+        publish = self.config.publish
         return EngineControl(
-            clients, pause_mode=self.config.publish.pause, asleep=self._control.asleep
+            clients,
+            pause_mode=publish.pause,
+            beside_decoding=publish.beside_decoding,
+            asleep=self._control.asleep,
         )
 
     async def _open_streams(self, control: EngineControl) -> None:

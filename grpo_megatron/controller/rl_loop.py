@@ -96,7 +96,8 @@ class RLLoop:
         self._started = time.monotonic() - state.seconds
         self._first = state.step
         self._staleness = StalenessWatch(config, state.bound)
-        self._pause_s = 0.0  # how long engines paused for the newest weights
+        self._arrival_s = 0.0  # how long the newest weights came beside decoding
+        self._pause_s = 0.0  # how long engines paused for them
         self._check_s = 0.0  # how long the log-prob check after that took
         self._published_at = 0.0  # when both were over; 0 before the first publish
         self._after_s = 0.0  # from then to the next step
@@ -255,6 +256,9 @@ class RLLoop:
                 self._logprob_check = await self._check_logprobs()
         self._published_at = time.monotonic()
         self._pause_s = resumed - began
+        if self.config.publish.beside_decoding:
+            self._pause_s = self._publisher.paused_s
+        self._arrival_s = resumed - began - self._pause_s
         self._check_s = self._published_at - resumed
 
     def _engines_may_be_asked_early(self, step: int) -> bool:
@@ -339,12 +343,14 @@ class RLLoop:
         self.phase_seconds.update(seconds)
         for phase, passed in seconds.items():
             metrics[f"time/{phase}_s"] = passed
+        if self.ahead:
+            metrics["time/publish_pause_s"] = self._pause_s
         metrics["time/old_logprobs_s"] = report.old_logprobs_s
         metrics["time/step_s"] = sum(seconds.values())
         now = time.monotonic()
         metrics |= idle_shares(seconds, now - self._step_began, self.config.step_roles)
         of_trainer = TrainedSeconds(
-            train_s=seconds.get("train", 0.0),
+            train_s=seconds.get("train", 0.0) + self._arrival_s,
             publish_s=self._pause_s,
             check_s=self._check_s,
             after_s=self._after_s,

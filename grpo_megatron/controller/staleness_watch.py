@@ -44,6 +44,7 @@ class TrainedSeconds:
     """How long the trainer took for a step."""
 
     train_s: float
+    """And until engines pause, where weights come beside decoding."""
     publish_s: float
     """In which engines pause."""
     check_s: float

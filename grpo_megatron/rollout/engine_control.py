@@ -2,8 +2,13 @@
 
     pause all → (start and update all ∥ trainer sends) → finish all → compare → resume all
 
+Where weights come beside decoding, engines pause when the trainer has sent, and only load:
+
+    trainer sends → pause all → start and update all → finish all → compare → resume all
+
 Whatever goes wrong, engines stay paused: none may sample from weights that were not verified."""
 
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,11 +36,13 @@ class EngineControl:
 
     `pause_mode` is what happens to requests in flight: `wait` for their end, `abort` them (the
     client continues them, see `segments`), or `keep` them, so that they go on under the new weights
-    (with spans that say so) after their keys and values were computed anew. `asleep`: the replicas
-    sleep already, with their weights off the device.
+    (with spans that say so) after their keys and values were computed anew. `beside_decoding`:
+    weights come before the pause. `asleep`: the replicas sleep already, with their weights off the
+    device.
 
     Attributes:
-        carries_adapter: What `prepare` connected is for adapters, not for weights."""
+        carries_adapter: What `prepare` connected is for adapters, not for weights.
+        paused_s: Seconds in which the last publish kept engines from decoding."""
 
     def __init__(
         self,
@@ -43,6 +50,7 @@ class EngineControl:
         *,
         timeout_s: float = 300.0,
         pause_mode: str = "wait",
+        beside_decoding: bool = False,
         asleep: bool = False,
     ):
         self.clients = list(clients)
@@ -51,6 +59,9 @@ class EngineControl:
         self.asleep = asleep
         self.paused = False
         self.carries_adapter = False
+        self.paused_s = 0.0
+        self._paused_at = 0.0
+        self._beside_decoding = beside_decoding
         self._started = False
         self._world_sizes: list[int] = []
         self._num_tensors = 0
@@ -145,9 +156,10 @@ class EngineControl:
         one, or replicas of equal layout hold different weights; EngineError: a replica died.
 
         more_comes: leave the engines paused, for a publish that brings the rest of the version."""
-        await self._make_ready_for_weights()
-        await self._start_update()
-        sent = await self._transfer(version, send)
+        if self._beside_decoding and not self.paused and not self.asleep:
+            sent = await self._transfer_beside_decoding(version, send)
+        else:
+            sent = await self._transfer(version, send)
         reports = await self._call_workers("update_report")
         if not _has_failed(reports):
             await self._control("/finish_weight_update", {"weight_version": str(version)})
@@ -190,6 +202,7 @@ class EngineControl:
             self.asleep = False
         await self._control("/resume")
         self.paused = False
+        self.paused_s = time.perf_counter() - self._paused_at
 
     async def _make_ready_for_weights(self) -> None:
         """Pause engines; those that sleep get the memory of their weights back instead."""
@@ -201,6 +214,7 @@ class EngineControl:
     async def _stop_scheduling(self) -> None:
         """Pause all engines, which drops their cached keys and values."""
         if not self.paused:  # vLLM takes 20 ms for it
+            self._paused_at = time.perf_counter()
             await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
             self.paused = True
 
@@ -212,14 +226,29 @@ class EngineControl:
     async def _transfer(
         self, version: int, send: Callable[[], Awaitable[Mapping[str, str]]]
     ) -> Mapping[str, str]:
-        """Have the workers receive what the trainer sends at the same time; digests as sent."""
-        body = {"update_info": {"publish": version}}
-        calls: list[Awaitable[Any]] = [send()]
-        for client in self.clients:
-            calls.append(client.control("/update_weights", body))
-        results = await _all(calls)
+        """Have paused workers receive what the trainer sends at the same time; digests as sent."""
+        await self._make_ready_for_weights()
+        await self._start_update()
+        results = await _all([send(), *self._updates(version)])
         sent: Mapping[str, str] = results[0]
         return sent
+
+    async def _transfer_beside_decoding(
+        self, version: int, send: Callable[[], Awaitable[Mapping[str, str]]]
+    ) -> Mapping[str, str]:
+        """Have workers receive what the trainer sends while they decode, and then pause to load it;
+        digests as sent. Where that fails, they have loaded nothing, and need not pause."""
+        await self._call_workers("begin_receiving", publish=version)
+        sent = await send()
+        await self._make_ready_for_weights()
+        await self._start_update()
+        await _all(self._updates(version))
+        return sent
+
+    def _updates(self, version: int) -> list[Awaitable[Any]]:
+        """Return calls that have the workers take a version."""
+        body = {"update_info": {"publish": version}}
+        return [client.control("/update_weights", body) for client in self.clients]
 
     async def _control(self, *request: Any, **options: Any) -> list[Any]:
         """Send a control request to every replica; returns their answers in order."""

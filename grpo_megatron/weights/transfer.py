@@ -57,8 +57,10 @@ _OK = 0
 _ABORT = 1
 """Status in a header: the sender has failed, nothing of use follows."""
 
-LoadParts = Callable[[list[tuple[TensorEntry, dict[Box, torch.Tensor]]]], object]
-"""Takes the tensors of a bucket: for each the boxes that this worker keeps of it."""
+BucketTensors = list[tuple[TensorEntry, dict[Box, torch.Tensor]]]
+"""The tensors of a bucket: for each the boxes that this worker keeps of it."""
+LoadParts = Callable[[BucketTensors], object]
+"""Takes the tensors of a bucket."""
 PlacedNumbers = tuple[Part, Box, torch.Tensor]
 """A piece that has arrived: the part of a tensor that it belongs to, which box of that tensor it
 fills, and its numbers, in the shape of the box."""
@@ -543,9 +545,7 @@ def message_digest(message: Message, data: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(as_bytes(message.digests(data).cpu()))
 
 
-def _assembled(
-    bucket: Bucket, pieces: Sequence[PlacedNumbers]
-) -> list[tuple[TensorEntry, dict[Box, torch.Tensor]]]:
+def _assembled(bucket: Bucket, pieces: Sequence[PlacedNumbers]) -> BucketTensors:
     """Put the parts of a bucket together; what came in one piece is not copied."""
     of_part: dict[tuple[str, Box], torch.Tensor] = {}
     for part, box, numbers in pieces:

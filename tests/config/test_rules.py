@@ -63,6 +63,7 @@ ALL_RULES = (
 
 PROGRAM = ["domains.0.template=chat", "cold_start=null"]
 COMMAND = 'domains.0.agent.command=["python", "x.py"]'
+AHEAD = ["batch.max_staleness=1", "publish.pause=keep"]
 PREFERENCES = [
     "kind=preferences",
     "cold_start=null",
@@ -240,6 +241,13 @@ BROKEN = [
         ["publish.method=nccl", "placement.gpus_per_node=2", "placement.mode=colocated"],
     ),
     ("delta_of_files", ["publish.delta=true", "publish.method=file"]),
+    ("beside_decoding", ["publish.beside_decoding=true"]),
+    ("beside_decoding", [*AHEAD, "publish.beside_decoding=true", "publish.pause=wait"]),
+    ("beside_decoding", [*AHEAD, "publish.beside_decoding=true", "publish.method=file"]),
+    (
+        "beside_decoding",
+        [*AHEAD, "publish.beside_decoding=true", "placement.gpus_per_node=3"],
+    ),
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
     ("validation_prompts", ["data.num_validation=0", "cold_start=null", "evaluation.interval=5"]),

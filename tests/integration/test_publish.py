@@ -14,7 +14,7 @@ import pytest
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.errors import MismatchError
-from grpo_megatron.trainer.requests import CompareLogprobs, Train
+from grpo_megatron.trainer.requests import CompareLogprobs, SendWeights, Train
 from grpo_megatron.types import Prompt
 from tests.integration.conftest import TOLERANCE, publishing
 from tests.rollout.engines import Server
@@ -110,6 +110,54 @@ def test_engines_that_rest_answer_with_the_weights_that_come(
     asyncio.run(run())
 
 
+BESIDE = {"pause": "keep", "beside_decoding": True}
+
+
+def test_weights_come_while_engines_decode(
+    servers, checkpoints, world4, training_samples, tmp_path
+):
+    """While the trainer sends no engine pauses, and requests go on from one version to the next;
+    then engines hold the bytes that come in a pause."""
+    layout = LAYOUTS["world4"]
+    engines = [servers.moe, servers.moe_tp2]
+
+    async def run():
+        async with publishing(
+            world4, checkpoints.moe, engines, tmp_path, layout=layout, publish=BESIDE
+        ) as (publisher, trainer, clients):
+            await publisher.publish(1)
+            await assert_agree(publisher)
+            await trainer.call(train_request(training_samples))
+            await trainer.run("slow_down", seconds=0.5)
+            asked = asyncio.gather(
+                *(client.generate(PROMPTS[3].token_ids, max_tokens=200) for client in clients)
+            )
+            call = trainer.call
+            paused = []
+
+            async def sending(request):
+                sent = await call(request)
+                if isinstance(request, SendWeights):
+                    for client in clients:
+                        answer = await client.control("/is_paused", method="GET")
+                        paused.append(answer["is_paused"])
+                return sent
+
+            trainer.call = sending
+            await publisher.publish(2)
+            assert paused == [False, False]
+            for (completion,) in await asked:
+                assert {span.version for span in completion.versions} <= {1, 2}
+            await assert_agree(publisher)
+            beside = [await client.weight_checksums() for client in clients]
+            await publisher.pause_engines()
+            await publisher.publish(3)
+            assert [await client.weight_checksums() for client in clients] == beside
+            await assert_agree(publisher)
+
+    asyncio.run(run())
+
+
 def test_another_temperature_is_noticed(servers, checkpoints, world1, tmp_path):
     """The comparison above would be empty if it could not tell temperatures apart."""
 
@@ -193,13 +241,13 @@ def test_every_rank_sends_what_it_holds(servers, checkpoints, world4, tmp_path):
     assert min(sent) > 0.8 * max(sent)
 
 
-def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1, tmp_path):
+@pytest.mark.parametrize("publish", [{}, BESIDE], ids=["paused", "beside"])
+def test_a_corrupted_tensor_is_caught_by_its_digest(
+    servers, checkpoints, world1, tmp_path, publish
+):
     async def run():
         async with publishing(
-            world1,
-            checkpoints.moe,
-            [servers.moe],
-            tmp_path,
+            world1, checkpoints.moe, [servers.moe], tmp_path, publish=publish
         ) as (publisher, trainer, clients):
             await publisher.publish(1)
             await trainer.run("flip_a_bit", rank=0)
@@ -215,15 +263,16 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
 
 
 @pytest.mark.parametrize(
-    ("world", "left"),
+    ("world", "left", "publish"),
     [
-        ("world1", "moe"),
-        pytest.param("world1", "moe_tp2", marks=pytest.mark.chaos),
-        pytest.param("world4", "moe", marks=pytest.mark.chaos),
+        ("world1", "moe", {}),
+        pytest.param("world1", "moe_tp2", {}, marks=pytest.mark.chaos),
+        pytest.param("world4", "moe", {}, marks=pytest.mark.chaos),
+        pytest.param("world1", "moe", BESIDE, marks=pytest.mark.chaos),
     ],
 )
 def test_an_engine_that_dies_during_a_publish_costs_no_run(
-    request, servers, spare_servers, checkpoints, world, left, tmp_path
+    request, servers, spare_servers, checkpoints, world, left, publish, tmp_path
 ):
     """The trainer survives, and the engine that is left, which has a part of it, gets it whole.
 
@@ -241,18 +290,23 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(
             [victim, survivor],
             tmp_path,
             layout=LAYOUTS[world],
+            publish=publish,
         ) as (publisher, trainer, clients):
             await publisher.publish(1)
             control = clients[0].control
 
             async def dying(path, *request, **options):
-                if path == "/update_weights":
+                begins = path == "/update_weights"
+                if publish == BESIDE:
+                    begins = bool(request) and request[0].get("method") == "begin_receiving"
+                if begins:
                     asyncio.get_running_loop().call_later(0.08, os.killpg, victim.process.pid, 9)
                 return await control(path, *request, **options)
 
             clients[0].control = dying
             await trainer.run("slow_down", seconds=0.2)
-            await publisher.pause_engines()
+            if publish != BESIDE:
+                await publisher.pause_engines()
             asked = asyncio.gather(
                 *(
                     publisher.engines.call(
@@ -270,7 +324,7 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(
                 for completions, _ in answers
                 for completion in completions
                 for span in completion.versions
-            } == {2}
+            } <= ({1, 2} if publish == BESIDE else {2})
             assert [r.client.name for r in publisher.engines.alive] == [survivor.name]
             assert publisher.version == 2
             await assert_agree(publisher)

@@ -64,6 +64,39 @@ def nccl_joins_gpus_of_their_own(run: RunConfig) -> Violation | None:
     )
 
 
+@ENGINE_RULES.rule("beside_decoding")
+def weights_come_beside_something(run: RunConfig) -> Violation | None:
+    """Refuse to bring weights beside decoding where nothing is decoded then, or where they would
+    need room on the engines' GPUs."""
+    publish = run.publish
+    if not publish.beside_decoding:
+        return None
+    if publish.pause == "wait":  # also with rollouts that are not ahead, by `pause_in_flight`
+        return Violation(
+            "publish.beside_decoding",
+            "nothing is decoded while weights come: a publish waits for the end of all requests "
+            "(publish.pause=wait)",
+            nearest=(False,),
+            remedy="set batch.max_staleness >= 1 and publish.pause=keep",
+            related=("publish.pause", "batch.max_staleness"),
+        )
+    if publish.method == "file":
+        carrier = "files"
+    elif run.shares_gpus:
+        carrier = "memory that trainer and engines share"
+    elif run.publish_carrier != "gloo":
+        carrier = f"the memory of GPUs ({run.publish_carrier})"
+    else:
+        return None
+    return Violation(
+        "publish.beside_decoding",
+        f"weights go through {carrier}, where engines cannot take them while they decode",
+        nearest=(False,),
+        remedy="set publish.method=gloo with GPUs of their own for engines",
+        related=("publish.method", "placement.mode"),
+    )
+
+
 @ENGINE_RULES.rule("delta_of_files")
 def files_have_no_changes(run: RunConfig) -> Violation | None:
     """Refuse changes where weights travel as files."""

@@ -215,10 +215,12 @@ def predict_run(
             work = trainer_work(replace(sizes, num_scalars=1), of_critic, backward_ratio)
             trainer = trainer.before(trainer_seconds(work, machine))
     at_once = _sequences_at_once(config, plan, lengths)
+    publish_s = _publish_seconds(config, plan, machine)
     step = StepSeconds(
         generation_s=_generation_seconds(config, plan, hf, vocab_size, lengths, machine),
         trainer=trainer,
-        publish_s=_publish_seconds(config, plan, machine),
+        publish_s=publish_s,
+        pause_s=_pause_seconds(config, plan, machine, publish_s),
         switch_s=_switch_seconds(config, plan, sizes, machine),
         overhead_s=machine.step_overhead_s,
         overlaps=overlaps(config),
@@ -340,6 +342,17 @@ def _publish_seconds(config: RunConfig, plan: Plan, machine: Machine) -> float:
     if machine.device.architecture == "cpu":
         speed = machine.device.link_bytes_per_s
     return publish.worker_bytes / speed
+
+
+def _pause_seconds(config: RunConfig, plan: Plan, machine: Machine, publish_s: float) -> float:
+    """Return the seconds of a publish in which engines pause: to load what has come into the host's
+    memory beside decoding, or all."""
+    if plan.publish is None or not config.publish.beside_decoding:
+        return publish_s
+    speed = machine.constants["host_bytes_per_s"]
+    if machine.device.architecture == "cpu":
+        speed = machine.memory_bytes_per_s / 2  # read and written
+    return min(plan.publish.worker_bytes / speed, publish_s)
 
 
 def _switch_seconds(config: RunConfig, plan: Plan, s: Sizes, machine: Machine) -> float:
@@ -476,8 +489,8 @@ def _forecast(
         token_s=token_s,
         reward_s=0.0,
         record_s=record_s,
-        train_s=step.trainer.total_s + step.switch_s,
-        publish_s=step.publish_s,
+        train_s=step.trainer.total_s + step.switch_s + step.publish_s - step.pause_s,
+        publish_s=step.pause_s,
         after_s=after_s,
     )
     return forecast(flow, seconds)
@@ -509,7 +522,8 @@ def _what_to_enlarge(config: RunConfig, step: StepSeconds) -> tuple[str, str]:
         "optimizer": trainer.optimizer_s,
     }
     if step.overlaps:
-        training_waits = step.generation_s >= trainer.total_s
+        of_trainer = trainer.total_s + step.publish_s
+        training_waits = step.generation_s + step.pause_s >= of_trainer
         if training_waits:
             phases = {"generation": step.generation_s}
         else:

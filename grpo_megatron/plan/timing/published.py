@@ -126,7 +126,7 @@ def predict_step(row: PublishedRow, constants: Constants) -> StepSeconds:
     work = _work(row, lengths, constants["attention_backward_ratio"])
     trainer = trainer_seconds(work, machine)
     if row.engine is None:
-        return StepSeconds(0.0, trainer, 0.0, 0.0, 0.0, overlaps=False)
+        return StepSeconds(0.0, trainer, 0.0, 0.0, 0.0, 0.0, overlaps=False)
     engine = _sizes(row.model, _engine_layout(row.engine))
     replicas = row.engine.num_gpus / row.engine.tensor_parallel_size
     load_of_engine = EngineLoad(
@@ -150,6 +150,7 @@ def predict_step(row: PublishedRow, constants: Constants) -> StepSeconds:
         generation_s=generation_seconds(engine, load_of_engine, machine),
         trainer=trainer,
         publish_s=weights / link,
+        pause_s=weights / link,
         switch_s=switch_s,
         overhead_s=machine.step_overhead_s,
         overlaps=row.staleness > 0,

@@ -71,6 +71,7 @@ class FlowSeconds:
     record_s: float
     """Until they are in the store, and can be trained."""
     train_s: float
+    """And until engines pause, where weights come beside decoding."""
     publish_s: float
     """In which engines pause."""
     after_s: float

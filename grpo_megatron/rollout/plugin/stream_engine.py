@@ -13,9 +13,10 @@ from grpo_megatron.errors import MismatchError, TransferError
 from grpo_megatron.network import own_address
 from grpo_megatron.rollout.plugin import adapter_slot
 from grpo_megatron.rollout.plugin.received_parts import TensorParts, loadable
+from grpo_megatron.rollout.plugin.staged_publish import StagedPublish
 from grpo_megatron.weights.boxes import whole_box
 from grpo_megatron.weights.publish_plan import OpenedStream
-from grpo_megatron.weights.transfer import StreamReceiver
+from grpo_megatron.weights.transfer import LoadParts, StreamReceiver
 
 
 @dataclass
@@ -49,6 +50,7 @@ class StreamWeightTransferEngine(
         self.receiver: StreamReceiver | None = None
         self.adapter: dict[str, float] | None = None  # of `StreamInitInfo`
         self._received: dict[str, torch.Tensor] = {}  # of adapters
+        self._staged: StagedPublish | None = None  # what comes, or came, while the engine decodes
 
     def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
         """Join this worker's stream; what goes wrong is in `failure`."""
@@ -57,6 +59,7 @@ class StreamWeightTransferEngine(
         number, values = init_info.streams[worker]
         opened = msgspec.convert(values, OpenedStream)
         self.receiver = None
+        self._staged = None
         self.adapter = init_info.adapter
         self.failure = ""
         with self._noting():
@@ -79,16 +82,37 @@ class StreamWeightTransferEngine(
 
         initialize_layerwise_reload(self.model)
 
+    def begin_receiving(self, publish: int) -> None:
+        """Let a publish arrive while the engine decodes, until `receive_weights` takes it."""
+        with self._noting():
+            self._staged = StagedPublish(self._joined_receiver(), publish)
+
     def receive_weights(self, update_info: StreamUpdateInfo) -> None:
         """Take all buckets of a publish; `failure` says what went wrong."""
         with self._noting():
-            if self.receiver is None:
-                raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
+            receiver = self._joined_receiver()
             if self.adapter is None:
                 adapter_slot.forget(self.model)  # they were for other weights
-                self.receiver.receive(update_info.publish, self.load)
+                self._receive(receiver, update_info.publish, self.load)
             else:
-                self._receive_adapters(self.receiver, update_info.publish, self.adapter)
+                self._receive_adapters(receiver, update_info.publish, self.adapter)
+
+    def _joined_receiver(self) -> StreamReceiver:
+        if self.receiver is None:
+            raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
+        return self.receiver
+
+    def _receive(self, receiver: StreamReceiver, publish: int, load: LoadParts) -> None:
+        """Hand the buckets of a publish to `load`: those that have come, or as they come."""
+        staged = self._staged
+        self._staged = None
+        if staged is None:
+            receiver.receive(publish, load)
+            return
+        if staged.number != publish:
+            raise TransferError(f"publish {staged.number} has come, and {publish} is to be loaded")
+        for tensors in staged.take():
+            load(tensors)
 
     def load(self, tensors: TensorParts) -> None:
         """Have the model take the parts of a bucket."""
@@ -100,7 +124,7 @@ class StreamWeightTransferEngine(
     ) -> None:
         """Take all adapters; they replace those before when the update is finished."""
         self._received = {}
-        receiver.receive(publish, self._keep)
+        self._receive(receiver, publish, self._keep)
         received = self._received
         self._received = {}
         adapter_slot.take(self.model, received, int(adapter["rank"]), adapter["scale"])
@@ -143,3 +167,4 @@ class StreamWeightTransferEngine(
     def shutdown(self) -> None:
         """Leave the groups."""
         self.receiver = None
+        self._staged = None

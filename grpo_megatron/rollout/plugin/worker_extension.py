@@ -22,6 +22,10 @@ class WorkerExtension:
         report: dict[str, Any] = self.weight_transfer_engine.report()
         return report
 
+    def begin_receiving(self, publish: int) -> None:
+        """Let a publish arrive between decoding steps; `/update_weights` loads it."""
+        self.weight_transfer_engine.begin_receiving(publish)
+
     def kept_boxes(self, tensors: list[Any]) -> dict[str, Any]:
         """Tell which `boxes` of each checkpoint tensor this worker keeps, by name.
 
