@@ -41,6 +41,11 @@ CORRECTIONS = (
     "a3po",
     "vcpo",
     "kimi_k2_5",
+    "dppo",
+    "drpo",
+    "rspo",
+    "fipo",
+    "luspo",
 )
 """Presets that do something about old samples, and the demo's own, in this order."""
 _ESS = "mismatch/rho/ess_fraction"

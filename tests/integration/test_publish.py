@@ -113,17 +113,19 @@ def test_engines_that_rest_answer_with_the_weights_that_come(
 BESIDE = {"pause": "keep", "beside_decoding": True}
 
 
+@pytest.mark.parametrize("delta", [False, True])
 def test_weights_come_while_engines_decode(
-    servers, checkpoints, world4, training_samples, tmp_path
+    servers, checkpoints, world4, training_samples, tmp_path, delta
 ):
     """While the trainer sends no engine pauses, and requests go on from one version to the next;
     then engines hold the bytes that come in a pause."""
     layout = LAYOUTS["world4"]
     engines = [servers.moe, servers.moe_tp2]
+    publish = {**BESIDE, "delta": delta}
 
     async def run():
         async with publishing(
-            world4, checkpoints.moe, engines, tmp_path, layout=layout, publish=BESIDE
+            world4, checkpoints.moe, engines, tmp_path, layout=layout, publish=publish
         ) as (publisher, trainer, clients):
             await publisher.publish(1)
             await assert_agree(publisher)

@@ -37,7 +37,7 @@ class StagedPublish:
 
     def _receive(self) -> None:
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 self._receiver.receive(self.number, self._buckets.append)
         except (TransferError, MismatchError) as error:
             self._error = error
