@@ -332,7 +332,7 @@ def _weight_share(config: RunConfig) -> float:
 
 
 def _publish_seconds(config: RunConfig, plan: Plan, machine: Machine) -> float:
-    """Over the links, or through the host's memory."""
+    """Over the links, through the host's memory, or both: the slower of them."""
     publish = plan.publish
     if publish is None or config.kind not in ("rl", "distil") or not generates(config):
         return 0.0
@@ -341,7 +341,10 @@ def _publish_seconds(config: RunConfig, plan: Plan, machine: Machine) -> float:
     speed = machine.constants["host_bytes_per_s"]
     if machine.device.architecture == "cpu":
         speed = machine.device.link_bytes_per_s
-    return publish.worker_bytes / speed
+    seconds = publish.worker_bytes / speed
+    if config.publish_carrier == "gloo" and config.placement.mode == "separate":
+        seconds = max(publish.seconds, seconds)
+    return seconds
 
 
 def _pause_seconds(config: RunConfig, plan: Plan, machine: Machine, publish_s: float) -> float:

@@ -53,6 +53,20 @@ def test_phases_add_up_to_the_step():
     assert apart.forecast.step_s == pytest.approx(apart.step_s)
 
 
+def test_weights_that_come_beside_decoding_pause_engines_less():
+    """Where engines are what a step waits for, it is shorter by what they no longer wait."""
+    settings = ("batch.max_staleness=2", "publish.pause=keep", "publish.method=gloo")
+    recipe = "moe/qwen3-235b-a22b"
+    paused = predicted(recipe, *settings)
+    beside = predicted(recipe, *settings, "publish.beside_decoding=true")
+    assert beside.publish_s == paused.publish_s
+    assert paused.generation_s > paused.trainer_s + paused.publish_s
+    config = resolve(recipe, settings).config
+    load_s = plan_of(config).publish.worker_bytes / CONSTANTS["host_bytes_per_s"]
+    assert paused.step_s - beside.step_s == pytest.approx(paused.publish_s - load_s)
+    assert load_s < paused.publish_s
+
+
 def test_several_steps_ahead():
     """Engines that do not wait for the end of a step are faster; tokens are as old as allowed only
     where the trainer is what a step waits for."""
