@@ -48,11 +48,22 @@ class RandomFaults:
         self.left = count
         self.done: Counter[str] = Counter()
         self._chance = random.Random(SEED)
+        self._stopped: list[psutil.Process] = []
 
     def follow(self, run: Path, supervisor: subprocess.Popen) -> int:
-        """Let faults happen to a run until it ends, or until none is left, then wait for its end.
+        """Let faults happen to a run until it ends, or until none is left, then wait for its end,
+        and let what is stopped go on: the kernel kills all roles of a supervisor that has died but
+        the controller, which it tells to end.
 
         Returns its exit code."""
+        code = self._follow(run, supervisor)
+        for process in self._stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        self._stopped = []
+        return code
+
+    def _follow(self, run: Path, supervisor: subprocess.Popen) -> int:
         while self.left:
             moment = self._chance.choice(["any", "soon", "after a step"])
             longest_s = LONGEST_SHORT_PAUSE_S
@@ -71,14 +82,17 @@ class RandomFaults:
         role = self._chance.choice(sorted(pids))
         number = self._chance.choice([signal.SIGKILL, signal.SIGSTOP])
         try:
-            os.kill(pids[role], number)
-        except ProcessLookupError:  # it has just ended
+            process = psutil.Process(pids[role])
+            process.send_signal(number)
+        except psutil.NoSuchProcess:  # it has just ended
             return
         self.left -= 1
         self.done[f"{number.name} {role}"] += 1
+        if number == signal.SIGSTOP:
+            self._stopped.append(process)
         if role == "supervisor" and number == signal.SIGSTOP:
             time.sleep(self._chance.uniform(0, LONGEST_STOP_S))
-            os.kill(supervisor.pid, signal.SIGCONT)
+            process.resume()
 
 
 def _wait_for_a_step(run: Path, supervisor: subprocess.Popen) -> None:
