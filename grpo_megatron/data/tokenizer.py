@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +15,11 @@ from grpo_megatron.errors import DataError, raised_as
 
 
 class TextTokenizer:
-    """Never adds special tokens and never maps text to an unknown token. `stop_token_ids` are all
-    that end a completion: those of generation_config.json, of config.json, of the tokenizer.
-    `chat_template`: the tokenizer's own, if it has one."""
+    """Never adds special tokens, never maps text to an unknown token, nor to one that the model
+    does not have. `stop_token_ids` are all that end a completion: those of generation_config.json,
+    of config.json, of the tokenizer. `chat_template`: the tokenizer's own, if it has one.
+    `model_tokens`: the model's vocab_size; a tokenizer may have added tokens beyond it, as long as
+    no text has them."""
 
     def __init__(
         self,
@@ -25,8 +28,12 @@ class TextTokenizer:
         stop_token_ids: Sequence[int],
         unk_token_id: int | None,
         chat_template: ChatTemplate | None = None,
+        model_tokens: int | None = None,
     ):
         self.chat_template = chat_template
+        self._model_tokens = sys.maxsize
+        if model_tokens is not None:
+            self._model_tokens = model_tokens
         self._backend = backend
         self._unk_token_id = unk_token_id
         self._lacks_character: dict[str, bool] = {}
@@ -53,9 +60,8 @@ class TextTokenizer:
         """Raise DataError as `encode` does. No token is made of a text whose characters all have
         one, which is faster: each character is tried once."""
         unknown = set(text) - self._writable
-        if not unknown:
-            return
-        if any(map(self._lacks_remembered, unknown)):
+        # what is beyond the model is known only of a whole text's tokens
+        if self._exceeds_model or any(map(self._lacks_remembered, unknown)):
             self.encode(text, where=where)
         else:
             self._writable |= unknown
@@ -79,7 +85,19 @@ class TextTokenizer:
         for text, encoding in zip(texts, encodings, strict=True):
             if self._lacks_some(text, encoding):
                 raise self._refusal(text, where)
+            if self._exceeds_model:
+                self._require_ids_of_model(encoding.ids, where)
         return list(encodings)
+
+    @cached_property
+    def _exceeds_model(self) -> bool:
+        """Whether a token has an id that the model does not have."""
+        return max(self._backend.get_vocab().values(), default=0) >= self._model_tokens
+
+    def _require_ids_of_model(self, ids: Sequence[int], where: str | None) -> None:
+        largest = max(ids, default=0)
+        if largest >= self._model_tokens:
+            raise _beyond_model(self.token_text(largest), largest, self._model_tokens, where)
 
     def _lacks_some(self, text: str, encoding: Encoding) -> bool:
         """Whether the unknown token stands for something else than its own text."""
@@ -198,12 +216,28 @@ def load_tokenizer(path: Path) -> TextTokenizer:
                 remedy="add eos_token_id to generation_config.json",
             )
         eos = stop_ids[0]
+    model_tokens = text_config.get("vocab_size")
+    if model_tokens is not None and eos >= model_tokens:
+        raise _beyond_model(backend.id_to_token(eos), eos, model_tokens, str(path))
     return TextTokenizer(
         backend,
         eos,
         stop_ids,
         _special_id(backend, settings, "unk_token"),
         read_chat_template(path),
+        model_tokens,
+    )
+
+
+def _beyond_model(
+    token: str | None, token_id: int, model_tokens: int, where: str | None
+) -> DataError:
+    return DataError(
+        f"the tokenizer has the id {token_id} for {token!r}, and the model has {model_tokens} "
+        "tokens (vocab_size in its config.json)",
+        where=where,
+        remedy="use the tokenizer that belongs to the model, or a model whose embeddings were "
+        "resized for it",
     )
 
 
@@ -261,11 +295,18 @@ def _backend(path: Path) -> Tokenizer:
         remedy="copy tokenizer.json from the original checkpoint",
     ):
         if file.is_file():
-            backend = Tokenizer.from_file(str(file))
+            backend: Tokenizer = Tokenizer.from_file(str(file))
         else:  # older checkpoints: transformers builds the fast tokenizer, where it has one
             from transformers import AutoTokenizer
 
             backend = AutoTokenizer.from_pretrained(path, local_files_only=True).backend_tokenizer
+    if not set(backend.get_vocab().values()) - set(backend.get_added_tokens_decoder()):
+        # of a directory without files transformers makes one that has special tokens only
+        raise DataError(
+            "the model's directory has no tokenizer",
+            where=str(file),
+            remedy="copy tokenizer.json and tokenizer_config.json from the original checkpoint",
+        )
     backend.no_padding()
     backend.no_truncation()
     return backend

@@ -125,6 +125,46 @@ def test_directories_without_a_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_model_without_tokenizer_files(tiny_model, tmp_path):
+    """Of which transformers makes a tokenizer without tokens."""
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    with pytest.raises(DataError, match="has no tokenizer") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.where == str(tmp_path / "tokenizer.json")
+
+
+@pytest.fixture
+def smaller_model(tiny_model, tmp_path):
+    """A function: the tiny model's tokenizer, beside a model of fewer tokens."""
+
+    def smaller(vocab_size: int) -> Path:
+        for file in tiny_model.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        hf = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(hf | {"vocab_size": vocab_size}))
+        return tmp_path
+
+    return smaller
+
+
+def test_texts_have_tokens_that_the_model_has(tokenizer, smaller_model):
+    [known], [beyond] = tokenizer.encode("1"), tokenizer.encode("z")
+    smaller = load_tokenizer(smaller_model(beyond))
+    assert smaller.encode("1") == [known]  # others may be beyond the model: no text has them
+    words = f"the id {beyond} for 'z', and the model has {beyond} tokens"
+    for encode in (smaller.encode, smaller.refuse_unwritable):
+        with pytest.raises(DataError, match=words) as caught:
+            encode("1z", where="rows.jsonl:3")
+        assert caught.value.where == "rows.jsonl:3"
+    assert load_tokenizer(smaller_model(beyond + 1)).encode("z") == [beyond]
+
+
+def test_a_model_has_the_token_that_ends_a_text(tokenizer, smaller_model):
+    end = tokenizer.eos_token_id
+    with pytest.raises(DataError, match=f"the id {end} for "):
+        load_tokenizer(smaller_model(end))
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [
