@@ -35,6 +35,8 @@ _OF_TRAINING = (
 """Tables that only say how a recipe trains."""
 _WITHOUT_ANSWERS = ("preferences", "reward_model")
 """Kinds whose domains have no rewards, by which an evaluation scores answers."""
+_DECIDED = ("kind", "num_steps", "model", "model.path", "model.preset")
+"""Keys of `evaluation_settings` that make it an evaluation of MODEL."""
 
 EvaluatedModel = Annotated[
     Path,
@@ -55,8 +57,10 @@ def evaluate(
     in_job: InJob = False,
 ) -> None:
     """Measure held-out accuracy of a checkpoint on a recipe's domains; trains nothing."""
+    given = overrides or []
+    refuse_what_is_decided(given)
     checkpoint = exported(model)
-    flags = evaluation_settings(recipe, checkpoint) + (overrides or [])
+    flags = evaluation_settings(recipe, checkpoint) + given
     from grpo_megatron.launch import local
     from grpo_megatron.plan.resolve import resolve
 
@@ -70,6 +74,19 @@ def evaluate(
         typer.echo(f"all figures: {run.result}")
         typer.echo("\n".join(table(json.loads(run.result.read_text())["eval"])))
     raise typer.Exit(code)
+
+
+def refuse_what_is_decided(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an override that makes something else of an evaluation of MODEL."""
+    for override in overrides:
+        key, _, _ = override.partition("=")
+        if key.strip() in _DECIDED:
+            raise ConfigError(
+                f"`eval` sets {key.strip()} itself: it evaluates MODEL, and trains nothing",
+                where=override,
+                remedy="leave it out; another model is another MODEL, and `grpo-megatron train "
+                "RECIPE` trains",
+            )
 
 
 def refuse_to_replace_another_kind(run: RunDir) -> None:

@@ -32,7 +32,30 @@ def resolve_resumed(run_dir: RunDir, overrides: Sequence[str]) -> ResolvedConfig
         directory, record = newest
         is_cold = directory.parent == run_dir.cold_start_checkpoints
         refuse_unfitting(resolved.config, record, directory, is_cold=is_cold)
+        if not is_cold:
+            num_trained = int(directory.name.removeprefix("step_"))
+            _refuse_another_course(run_dir, resolved.config, num_trained)
     return resolved
+
+
+def _refuse_another_course(run_dir: RunDir, config: RunConfig, num_trained: int) -> None:
+    """ConfigError for fewer steps than are trained, and for another seed where some are: by it the
+    prompts of all steps are drawn."""
+    if config.num_steps < num_trained:
+        raise ConfigError(
+            f"num_steps = {config.num_steps}, and {num_trained} steps are trained",
+            where="num_steps",
+            remedy=f"set num_steps to {num_trained} or more; of earlier checkpoints that are kept, "
+            "`grpo-megatron convert to-hf` makes a model",
+        )
+    seed = read_resolved(run_dir.config).config.seed
+    if num_trained and config.seed != seed:
+        raise ConfigError(
+            f"seed = {config.seed}, and the prompts of a run are drawn by the seed with which it "
+            f"began, {seed}",
+            where="seed",
+            remedy=f"leave seed at {seed}, or train another run",
+        )
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from grpo_megatron import assets
 from grpo_megatron.cli.eval_command import evaluation_settings, exported, table
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.loader import load_recipe, write_resolved
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
@@ -116,15 +118,22 @@ def test_a_run_that_trains_nothing_names_its_model(tmp_path):
     assert "it trains nothing: evaluate its model, /models/base" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "override", ["kind=rl", "num_steps=4", "model.path=other", "model.preset=qwen3-8b"]
+)
+def test_an_evaluation_stays_one(tmp_path, capsys, override):
+    assert main(["eval", "demo/gspo-moe-cpu", str(tmp_path), override]) == 2
+    told = capsys.readouterr().err
+    assert f"`eval` sets {override.split('=')[0]} itself" in told and "remedy" in told
+
+
 def test_only_an_evaluation_is_replaced(tmp_path, capsys):
     """Not the run that is evaluated, whose name somebody gave."""
     run = tmp_path / "expert"
     make_run(run)
-    write(run / "export/config.json")
+    write_tiny_model(run / "export", load_preset("tiny-qwen3-moe"))
     arguments = ["name=expert", f"runs_dir={tmp_path}", "--overwrite"]
-    # the checkpoint itself need not be readable: a preset has its sizes
-    preset = ["model.path=null", "model.preset=tiny-qwen3-moe"]
-    assert main(["eval", "demo/gspo-moe-cpu", str(run), *arguments, *preset]) == 2
+    assert main(["eval", "demo/gspo-moe-cpu", str(run), *arguments]) == 2
     assert "'expert' is a run of kind rl" in capsys.readouterr().err
     assert (run / "export/config.json").exists()
 

@@ -250,6 +250,7 @@ BROKEN = [
     ),
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
+    ("evaluated_prompts", ["kind=eval", "num_steps=0", "cold_start=null", "data.num_heldout=0"]),
     ("validation_prompts", ["data.num_validation=0", "cold_start=null", "evaluation.interval=5"]),
     ("environment_nodes", ["placement.environment_nodes=1"]),
     ("placement", ["placement.trainer_nodes=3"]),

@@ -49,7 +49,7 @@ def test_kill_9_at_random_moments(tmp_path):
     for number in range(NUM_KILLS + 1):
         process = runs.start("stages", "resume", str(file))
         try:
-            process.wait(chance.uniform(2, 16) if number < NUM_KILLS else 1500)
+            process.wait(chance.uniform(2, 30) if number < NUM_KILLS else 1500)
             break
         except subprocess.TimeoutExpired:
             runs.kill(process.pid)

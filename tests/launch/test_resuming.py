@@ -121,6 +121,22 @@ def test_a_checkpoint_without_adapters_or_critic_is_not_gone_on_with(tmp_path):
     resolve_resumed(run_dir, ["num_steps=500"])
 
 
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("num_steps=1", "2 steps are trained"), ("seed=3", "the seed with which it began")],
+)
+def test_what_is_trained_is_not_taken_back(tmp_path, monkeypatch, capsys, flag, words):
+    monkeypatch.setattr(local, "_run", lambda *_: pytest.fail("it was started"))
+    run_dir = make_run(tmp_path / "q1")
+    assert resolve_resumed(run_dir, [flag])  # nothing is trained yet
+    add_checkpoint(run_dir)
+    before = run_dir.config.read_bytes()
+    assert main(["resume", str(run_dir.root), flag]) == 2
+    assert words in capsys.readouterr().err
+    assert run_dir.config.read_bytes() == before
+    assert resolve_resumed(run_dir, ["num_steps=2", "seed=0"])
+
+
 def test_adapters_come_after_a_cold_start(tmp_path):
     """Its checkpoints have none, whatever the recipe says."""
     run_dir = make_run(tmp_path / "q1")

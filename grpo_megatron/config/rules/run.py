@@ -132,6 +132,19 @@ def accuracy_has_prompts(run: RunConfig) -> Violation | None:
     )
 
 
+@RUN_RULES.rule("evaluated_prompts")
+def an_evaluation_has_prompts(run: RunConfig) -> Violation | None:
+    """Refuse to evaluate on nothing."""
+    if run.kind != "eval" or run.data.num_heldout > 0:
+        return None
+    return Violation(
+        "data.num_heldout",
+        "an evaluation measures accuracy on held-out prompts, and there are none",
+        nearest=(512,),
+        related=("kind",),
+    )
+
+
 # --- batches and sampling
 
 
