@@ -20,6 +20,8 @@ from grpo_megatron.telemetry.metrics import read_metrics
 WINDOW_STEPS = 5
 NUM_WINDOWS = 3
 """Of lazy displacement, as its paper has them."""
+_FAILED_EPISODES = ("/spoilt", "/lost", "/begun_otherwise")
+"""Ends of the names of counts by domain."""
 _MIN_EXPLODED_ENTROPY = 1.0
 """Nats a token. A policy that was nearly certain may become several times less so."""
 
@@ -62,6 +64,16 @@ class WatchedMetric:
     alarm: str
     metric: str
     check: Check
+
+
+def _failed_episodes(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the counts of episodes that could not be scored, of a step that has any."""
+    found = {}
+    for name, count in metrics.items():
+        is_count = name.startswith("environment/") and name.endswith(_FAILED_EPISODES)
+        if is_count and count:
+            found[name] = count
+    return found
 
 
 def entropy_collapse(limits: AlarmsConfig, entropy: MovingMean) -> str:
@@ -198,7 +210,7 @@ class Alarms:
             texts["expert_load"] = self._expert_load(load)
         unscorable = _finite(metrics, "reward/unscorable_fraction")
         if unscorable is not None:
-            texts["unscorable"] = self._unscorable(unscorable)
+            texts["unscorable"] = self._unscorable(unscorable, metrics)
         texts |= self._moving_means(metrics)
         still_on = self.on - texts.keys()
         self.on = still_on.union(alarm for alarm, text in texts.items() if text)
@@ -232,15 +244,23 @@ class Alarms:
             f"{self._load_limit:g}); see routing.balance_weight"
         )
 
-    def _unscorable(self, share: float) -> str:
-        """Say that rewards fail. share: of the step's samples that have none."""
+    def _unscorable(self, share: float, metrics: Mapping[str, float | None]) -> str:
+        """Say that rewards, or environments, fail. share: of the step's samples that have no
+        reward."""
         if share <= self._limits.unscorable_fraction:
             return ""
-        return (
+        told = (
             f"{share:.0%} of the step's samples could not be scored and train nothing "
             f"(alarms.unscorable_fraction = {self._limits.unscorable_fraction:g}); "
-            "reward/*/raised, timed_out and died of metrics.jsonl count why, and controller.log "
-            "has what was raised; raise data.reward_timeout_s for what takes too long"
+        )
+        failed = _failed_episodes(metrics)
+        if failed:
+            counted = ", ".join(f"{name} = {count:.0f}" for name, count in failed.items())
+            return f"{told}{counted}; logs/latest/worker-*.log has why"
+        return (
+            f"{told}reward/*/raised, timed_out and died of metrics.jsonl count why, and "
+            "controller.log has what was raised; raise data.reward_timeout_s for what takes too "
+            "long"
         )
 
     def _lazy_displacement(self, gain: float, norm: float) -> str:

@@ -26,6 +26,7 @@ from grpo_megatron.types import Completion, Prompt
 logger = logging.getLogger(__name__)
 
 _TRIES = 3
+"""Of an episode that cannot be scored."""
 
 
 class _Demonstrator(EpisodePlayer):
@@ -33,9 +34,6 @@ class _Demonstrator(EpisodePlayer):
 
     def require_same_beginning(self, *_: object) -> None:
         """See `EpisodePlayer`; any beginning is right."""
-
-
-"""Of an episode that cannot be scored."""
 
 
 class Demonstrations:

@@ -1,5 +1,6 @@
 """How the episodes of a domain end, and when that is too often badly."""
 
+import logging
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,10 @@ MAX_ENDS = 32
 """Processes that an environment may cost without an episode that ends well in between."""
 MAX_SPOILT = 256
 """Episodes that it may spoil, each by itself, without one that ends well in between."""
+
+
+_MOST_LOGGED = 50
+logger = logging.getLogger(__name__)
 
 
 class EpisodeLost(Unscorable):
@@ -29,6 +34,7 @@ class Failures:
         self._counts: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
         self._last = ""
+        self._num_logged = 0
 
     @property
     def subject(self) -> str:
@@ -54,6 +60,16 @@ class Failures:
             self._counts[kind] += 1
         self._in_a_row[kind] += 1
         self._last = reason
+        if kind == "spoilt":
+            self._log(reason)
+
+    def _log(self, reason: str) -> None:
+        """Tell why an episode cannot be scored, of the first ones."""
+        self._num_logged += 1
+        if self._num_logged <= _MOST_LOGGED:
+            logger.warning("%s: an episode cannot be scored: %s", self.subject, reason)
+        if self._num_logged == _MOST_LOGGED:
+            logger.warning("%s: further ones are only counted", self.subject)
 
     def add_lost(self) -> None:
         """Count an episode that was lost with its process."""

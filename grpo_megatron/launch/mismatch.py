@@ -115,9 +115,12 @@ async def _measure(
         if len(versions) == 1 and version in there:
             sampled_by, _, _ = await columns(version, flags, False)
         else:
+            why = "whose checkpoint is gone"
+            if len(versions) > 1:
+                why = "and only samples of one version are computed again"
             notes.append(
-                f"sampled by weight versions {sorted(versions)}, whose checkpoints are "
-                "gone: staleness is within the rest"
+                f"sampled by weight versions {sorted(versions)}, {why}: staleness is within the "
+                "rest"
             )
     return (split_gap(run, precise, sampled_by, table.policy_lengths), metrics, notes, problem)
 

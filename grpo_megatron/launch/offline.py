@@ -24,6 +24,7 @@ from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.metrics import metrics_so_far
 from grpo_megatron.trainer.requests import (
     Answer,
     FindCorruptFiles,
@@ -62,11 +63,7 @@ def choose_step(run_dir: RunDir, step: int | None) -> int:
     """Return `step`, by default the newest; DataError where it cannot be computed again."""
     steps = recorded_steps(run_dir)
     if not steps:
-        raise DataError(
-            "no recorded step of this run has its checkpoint any more",
-            where=str(run_dir.store),
-            remedy="raise checkpoint.keep and checkpoint.keep_steps, which retain them",
-        )
+        raise _no_step(run_dir)
     if step is None:
         return steps[-1]
     if step not in steps:
@@ -80,6 +77,29 @@ def choose_step(run_dir: RunDir, step: int | None) -> int:
             remedy="take " + shlex.quote(f"{run_dir.root}@{near}"),
         )
     return step
+
+
+def _no_step(run_dir: RunDir) -> DataError:
+    """Say why a run has no step that can be computed again."""
+    if run_dir.config.exists():
+        config = read_resolved(run_dir.config).config
+        if not config.trains:
+            return DataError(
+                f"a run of kind {config.kind} trains nothing, and records no steps",
+                where=str(run_dir.config),
+                remedy="name a run that trains",
+            )
+    if not metrics_so_far(run_dir.metrics):
+        return DataError(
+            "no step of this run is trained yet",
+            where=str(run_dir.metrics),
+            remedy="wait for the first one (`grpo-megatron status` shows how far the run is)",
+        )
+    return DataError(
+        "no recorded step of this run has its checkpoint any more",
+        where=str(run_dir.store),
+        remedy="raise checkpoint.keep and checkpoint.keep_steps, which retain them",
+    )
 
 
 class OfflineTrainer:

@@ -1,9 +1,8 @@
 """The domains of a recipe whose episodes a program drives (`[domains.agent]`)."""
 
 import asyncio
-import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,9 +21,6 @@ from grpo_megatron.rollout.segments import Ask
 from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
 from grpo_megatron.types import Completion, Problem, Prompt
 
-logger = logging.getLogger(__name__)
-
-_MOST_LOGGED = 50
 _BEAT_S = 5.0
 _LIMIT_OUTCOME = 0.0
 """Of an episode that a limit of turns or tokens has ended and that its program says nothing of: the
@@ -61,7 +57,6 @@ class AgentDomain:
         self._limits = limits
         self._failures = failures
         self._free = asyncio.Semaphore(settings.concurrency)
-        self._num_logged = 0
 
     @property
     def last_failure(self) -> str:
@@ -125,23 +120,6 @@ class AgentDomain:
     def _failed(self, reason: str, *, is_lost: bool = False) -> None:
         """is_lost: with the process of its function."""
         self._failures.add("spoilt", reason, is_lost=is_lost)
-        self._num_logged += 1
-        if self._num_logged <= _MOST_LOGGED:
-            logger.warning("an episode cannot be scored: %s", reason)
-
-
-def domain_metrics(
-    hosted: Mapping[str, float], domains: Mapping[str, AgentDomain]
-) -> dict[str, float]:
-    """Return how episodes of all domains have ended, where `hosted` is what the host of
-    environments has counted: of a function it knows the processes, and not the limits."""
-    metrics = dict(hosted)
-    for name, domain in domains.items():
-        ends = f"environment/{name}/ends"
-        num_ends = metrics.get(ends, 0.0)
-        metrics |= domain.take_metrics()
-        metrics[ends] = num_ends
-    return metrics
 
 
 def command_program(settings: AgentConfig) -> Program:

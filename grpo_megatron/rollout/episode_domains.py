@@ -1,6 +1,6 @@
 """The domains of a recipe whose prompts are answered in turns, to an environment or a program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -51,6 +51,13 @@ class EpisodeDomain:
         problem = Problem(prompt.question, prompt.answer, prompt.metadata)
         environment = self._open_environment()
         return await self._player.play(ask, environment, problem, seeds, self._limits(max_tokens))
+
+    def take_begun_otherwise(self) -> int:
+        """Return how many episodes began otherwise than another of their group since the last
+        call."""
+        number = self._player.num_begun_otherwise
+        self._player.num_begun_otherwise = 0
+        return number
 
 
 class _Domains:
@@ -178,3 +185,23 @@ def agent_domains(
         if domain.agent is not None:
             found[domain.name] = make.of_agent(domain, domain.agent, door, log_path, sampler)
     return found
+
+
+def domain_metrics(
+    hosted: Mapping[str, float],
+    played: Mapping[str, EpisodeDomain],
+    driven: Mapping[str, AgentDomain],
+) -> dict[str, float]:
+    """Return how episodes of all domains have ended, where `hosted` is what the host of
+    environments has counted: of an agent's function it knows the processes, and not the limits.
+
+    played: domains with an environment; driven: those with an agent."""
+    metrics = dict(hosted)
+    for name, episodes in played.items():
+        metrics[f"environment/{name}/begun_otherwise"] = float(episodes.take_begun_otherwise())
+    for name, domain in driven.items():
+        ends = f"environment/{name}/ends"
+        num_ends = metrics.get(ends, 0.0)
+        metrics |= domain.take_metrics()
+        metrics[ends] = num_ends
+    return metrics

@@ -54,13 +54,17 @@ class EpisodePlayer(TurnSampler):
     """Plays the episodes of one domain with its environments.
 
     same_beginning: an episode that begins otherwise than another of its group cannot be scored.
-    Other arguments are those of `TurnSampler`."""
+    Other arguments are those of `TurnSampler`.
+
+    Attributes:
+        num_begun_otherwise: Such episodes so far."""
 
     def __init__(self, *, same_beginning: bool = True, **sampler: Any):
         super().__init__(**sampler)
         self._beginnings: Beginnings | None = None
         if same_beginning:
             self._beginnings = Beginnings()
+        self.num_begun_otherwise = 0
         self._warn = _Warnings()
         self._without_room = _WithoutRoom()
 
@@ -95,6 +99,7 @@ class EpisodePlayer(TurnSampler):
             group = (problem.question, seeds.environment)
             self._beginnings.require_same(group, observation)
         except Unscorable as error:
+            self.num_begun_otherwise += 1
             self._warn(error.reason)
             raise
 

@@ -21,13 +21,16 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.errors import EngineError, GrpoMegatronError, describe_error
 from grpo_megatron.network import Endpoint, carries_token, own_address
-from grpo_megatron.rollout.agent_domains import domain_metrics
 from grpo_megatron.rollout.chunk_sampling import ChunkSampler, PlaysEpisodes
 from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, EngineAddress, SampledChunk
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.engine_images import EngineImages, engine_images
-from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
+from grpo_megatron.rollout.episode_domains import (
+    agent_domains,
+    domain_metrics,
+    episode_domains,
+)
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir, engine_name
@@ -245,7 +248,7 @@ def main(run_path: str, attempt: str, index: int) -> None:
             )
 
             def take_metrics() -> dict[str, float]:
-                return domain_metrics(host.take_metrics(), driven)
+                return domain_metrics(host.take_metrics(), played, driven)
 
             service = WorkerService(
                 config,

@@ -87,6 +87,13 @@ def test_unscorable_samples_need_no_window():
     assert never({"reward/unscorable_fraction": 1.0})["unscorable"] == ""
 
 
+def test_episodes_that_fail_are_named():
+    metrics = {"reward/unscorable_fraction": 0.96, "environment/sums/spoilt": 7.0}
+    metrics |= {"environment/sums/episodes": 3.0, "environment/sums/lost": 0.0}
+    text = alarms_with()(metrics)["unscorable"]
+    assert text.endswith("environment/sums/spoilt = 7; logs/latest/worker-*.log has why")
+
+
 def test_a_step_in_which_rewards_fail_is_told(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(

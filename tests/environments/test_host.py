@@ -179,6 +179,22 @@ def test_one_that_raises_in_reset():
     assert observation.messages
 
 
+def test_why_an_episode_cannot_be_scored_is_logged(caplog, monkeypatch):
+    monkeypatch.setattr(failures_module, "_MOST_LOGGED", 2)
+
+    async def work(host):
+        for question in ("raise one", "raise two", "raise three"):
+            with contextlib.suppress(Unscorable):
+                await begun(host, question)
+
+    hosted(work)
+    words = "of domain obedient: an episode cannot be scored: it raised ValueError: "
+    assert f"{words}one" in caplog.text
+    assert "ValueError: two" in caplog.text
+    assert "further ones are only counted" in caplog.text
+    assert "three" not in caplog.text
+
+
 def test_spoilt_is_counted():
     async def work(host):
         environment, _ = await begun(host)

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_megatron.config.history import record_first_settings, record_settings
 from grpo_megatron.config.loader import read_resolved, write_resolved
-from grpo_megatron.errors import CheckpointError, RunLockedError
+from grpo_megatron.errors import CheckpointError, DataError, RunLockedError
 from grpo_megatron.launch import offline
 from grpo_megatron.launch.offline import offline_trainer, recorded_steps
 from grpo_megatron.plan.resolve import resolve
@@ -250,3 +250,20 @@ def test_two_at_once_do_not_share_their_scratch(tmp_path, ranks):
 
     asyncio.run(main())
     assert list((run_dir.root / "offline").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "records", "words"),
+    [
+        (["kind=eval", "num_steps=0", "cold_start=null"], "", "a run of kind eval trains nothing"),
+        ([], "", "no step of this run is trained yet"),
+        ([], '{"step": 0}\n', "has its checkpoint any more"),
+    ],
+)
+def test_a_run_without_steps_says_why(tmp_path, flags, records, words):
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    write_resolved(run_dir.config, resolve(DEMO, flags))
+    run_dir.metrics.write_text(records)
+    with pytest.raises(DataError, match=words):
+        offline.choose_step(run_dir, None)

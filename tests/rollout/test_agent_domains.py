@@ -29,9 +29,9 @@ from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import ConfigError, EngineError, EpisodeError
 from grpo_megatron.launch.bindings import refuse_unbound_environments
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.agent_domains import AgentDomain, domain_metrics
+from grpo_megatron.rollout.agent_domains import AgentDomain
 from grpo_megatron.rollout.door import Door
-from grpo_megatron.rollout.episode_domains import agent_domains
+from grpo_megatron.rollout.episode_domains import agent_domains, domain_metrics
 from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.types import Prompt, RolloutGroup, require_sound
 from tests.rollout.engines import make_config
@@ -179,7 +179,7 @@ def counted(directory, tokenizer, config, *questions):
             for question in questions:
                 prompt = Prompt("p", "d", "", (5,), "408", {"kind": "test"}, question)
                 await domains["d"].play(policy, prompt, EpisodeSeeds(7, 3), 200)
-            return domain_metrics(host.take_metrics(), domains)
+            return domain_metrics(host.take_metrics(), {}, domains)
 
     found = asyncio.run(run())
     return {name.removeprefix("environment/d/"): count for name, count in found.items()}

@@ -28,6 +28,7 @@ from grpo_megatron.environments.protocol import (
 )
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import DataError
+from grpo_megatron.rollout.episode_domains import EpisodeDomain, domain_metrics
 from grpo_megatron.rollout.episodes import EpisodeLimits, EpisodePlayer, EpisodeSeeds
 from grpo_megatron.rollout.tool_parsers import ReadReply
 from grpo_megatron.types import Completion, Problem, VersionSpan, require_sound
@@ -400,6 +401,11 @@ def test_episodes_of_a_group_begin_alike(tokenizer, caplog, same_beginning):
     assert worth(2, seed=8) == 1.0
     assert worth(2, question="13") == 1.0
     assert ("begins otherwise" in caplog.text) == same_beginning
+    assert player.num_begun_otherwise == same_beginning
+    domain = EpisodeDomain(player, lambda tokens: LIMITS, lambda: Drawn(1))
+    counted = domain_metrics({}, {"sums": domain}, {})
+    assert counted == {"environment/sums/begun_otherwise": same_beginning}
+    assert domain.take_begun_otherwise() == 0
 
 
 @pytest.mark.parametrize("name", ["calculator", "guess_number", "lights_out"])
