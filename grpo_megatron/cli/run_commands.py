@@ -1,5 +1,6 @@
 """`train`, `resume`, `replay`, `mismatch`, `report`; jobs: `submit`, `status`, `logs`, `cancel`."""
 
+import json
 import os
 import shlex
 from functools import partial
@@ -342,6 +343,24 @@ def check_run(run: Path) -> None:
             where=str(run.absolute()),
             remedy="runs here: " + (", ".join(runs_beside(run)[:5]) or "none"),
         )
+    if _is_checkpoint(run):
+        remedy = (
+            "`grpo-megatron eval RECIPE MODEL` measures a model, `model.path` trains it further"
+        )
+        owner = run.absolute().parent.parent
+        if _is_run(owner):
+            remedy = f"name its run, {owner}"
+        raise ConfigError(
+            f"{run} is a checkpoint, not a run", where=str(run.absolute()), remedy=remedy
+        )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a config.json is that of a model."""
+    try:
+        return "architectures" in json.loads(RunDir(path).config.read_bytes())
+    except ValueError:  # damaged, which is told when it is read as a run's
+        return False
 
 
 def _is_run(path: Path) -> bool:

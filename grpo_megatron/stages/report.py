@@ -25,7 +25,8 @@ def write_report(target: str, to: Path | None = None) -> Path:
     """Write one page without references to others, of a run directory, or of a graph's file or
     name, to `to`, by default beside what it shows; returns its path.
 
-    Raises ConfigError: `target` is neither, or the page cannot be written."""
+    Raises ConfigError: `target` is neither, the page cannot be written, or none is asked for
+    elsewhere of a graph of which nothing has begun."""
     run_dir = RunDir(Path(target))
     graph = None
     runs = [run_dir]
@@ -34,6 +35,12 @@ def write_report(target: str, to: Path | None = None) -> Path:
         graph = load_graph(target)
         runs = [graph.run_dir(name) for name in graph.order]
         root = graph.root
+        if to is None and not root.exists():
+            raise ConfigError(
+                f"no stage of the graph has begun: there is no {root}",
+                where=target,
+                remedy="run it (`grpo-megatron stages run`), or see its plan with --to FILE.html",
+            )
     report = {
         "graph": graph and _stages(graph),
         "levels": graph and graph.levels(),

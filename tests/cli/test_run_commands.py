@@ -13,6 +13,8 @@ import grpo_megatron.launch
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.gates import refuse_absent_runs
 from grpo_megatron.config.loader import write_resolved
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.errors import DataError
 from grpo_megatron.launch import slurm
 from grpo_megatron.plan.resolve import refuse_missing, resolve
@@ -94,14 +96,9 @@ def test_resume_of_a_job_warns_of_unusual_values(calls, capsys, monkeypatch):
 
 def test_eval_warns_of_unusual_values(calls, capsys, monkeypatch):
     monkeypatch.setattr(grpo_megatron.launch.local, "train", lambda *_, **__: 5)
-    Path("model").mkdir()
-    Path("model/config.json").write_text("{}")
-    settings = [
-        "model.path=null",  # of which sizes would be read
-        "model.preset=tiny-qwen3-moe-agent",
-        "domains.0.environment.tool_format=glm45",
-    ]
-    assert main(["eval", "demo/agent-calculator-cpu", "model", *settings]) == 5
+    write_tiny_model(Path("model"), load_preset("tiny-qwen3-moe-agent"))
+    setting = "domains.0.environment.tool_format=glm45"
+    assert main(["eval", "demo/agent-calculator-cpu", "model", setting]) == 5
     assert 'tool_format = "glm45": the chat template writes' in capsys.readouterr().err
 
 
@@ -234,3 +231,30 @@ def test_a_gate_against_a_run_that_is_not_there_starts_nothing(
     assert not list(tmp_path.iterdir())
     make_run("nowhere")  # it may end before this one does
     refuse_absent_runs(resolve(RECIPE, [gates]).config.gates)
+
+
+@pytest.mark.parametrize("is_of_run", [True, False])
+def test_a_checkpoint_is_no_run(calls, tmp_path, capsys, is_of_run):
+    owner = RunDir(tmp_path / "a")
+    directory = tmp_path / "model"
+    words = "`grpo-megatron eval RECIPE MODEL` measures a model"
+    if is_of_run:
+        owner.create()
+        write_resolved(owner.config, resolve(RECIPE, []))
+        directory = owner.step_checkpoint(4)
+        words = f"name its run, {owner.root}"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert main(["resume", str(directory)]) == 2
+    told = capsys.readouterr().err
+    assert f"{directory} is a checkpoint, not a run" in told and words in told
+    assert not calls
+
+
+def test_a_graph_that_never_ran_has_no_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "tiny-agents"]) == 2
+    assert "no stage of the graph has begun" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["report", "tiny-agents", "--to", "plan.html"]) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
