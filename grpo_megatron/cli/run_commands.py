@@ -358,9 +358,10 @@ def check_run(run: Path) -> None:
 def _is_checkpoint(path: Path) -> bool:
     """Whether a config.json is that of a model."""
     try:
-        return "architectures" in json.loads(RunDir(path).config.read_bytes())
-    except ValueError:  # damaged, which is told when it is read as a run's
+        content = json.loads(RunDir(path).config.read_bytes())
+    except (ValueError, RecursionError):  # damaged, which is told when it is read as a run's
         return False
+    return isinstance(content, dict) and "architectures" in content
 
 
 def _is_run(path: Path) -> bool:
