@@ -8,17 +8,26 @@ from typing import Any
 from grpo_megatron.checkpoints import durable
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.family import family_of
-from grpo_megatron.plan.reward_labels import REMEDY, SCALARS, other_labels, written_labels
+from grpo_megatron.plan.reward_labels import (
+    REMEDY,
+    SCALARS,
+    STEP_TOKEN_FIELD,
+    RewardHead,
+    other_labels,
+    written_labels,
+)
+
+ONE_SCORE = RewardHead(tuple(written_labels(())), SCALARS)
+"""Of whole answers, without a name."""
 
 
 def mark_as_reward_model(
     directory: Path,
-    labels: Sequence[str] = (),
-    problem_type: str = SCALARS,
+    head: RewardHead = ONE_SCORE,
     answer_ends: Collection[int] | None = (),
 ) -> None:
-    """Let the config.json of an export say that it is a reward model with the scalars `labels`, or
-    with one, as transformers (`…ForSequenceClassification`) and vLLM (`/pooling`) read it.
+    """Let the config.json of an export say that it is a reward model with this head, as
+    transformers (`…ForSequenceClassification`) and vLLM (`/pooling`) read it.
 
     transformers takes the scalars at the last token that is no padding, so a padding token that
     also ends answers (`eos_token_id`, or one of `answer_ends`) is left out, and any where these are
@@ -29,10 +38,12 @@ def mark_as_reward_model(
     hf["architectures"] = [
         name.replace("ForCausalLM", "ForSequenceClassification") for name in names
     ]
-    scalars = written_labels(labels)
-    hf["id2label"] = {str(number): name for number, name in enumerate(scalars)}
-    hf["label2id"] = {name: number for number, name in enumerate(scalars)}
-    hf["problem_type"] = problem_type
+    hf["id2label"] = {str(number): name for number, name in enumerate(head.labels)}
+    hf["label2id"] = {name: number for number, name in enumerate(head.labels)}
+    hf["problem_type"] = head.problem_type
+    hf.pop(STEP_TOKEN_FIELD, None)
+    if head.step_token is not None:
+        hf[STEP_TOKEN_FIELD] = head.step_token
     ends = hf.get("eos_token_id")
     if not isinstance(ends, list):
         ends = [ends]

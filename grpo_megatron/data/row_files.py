@@ -37,6 +37,7 @@ _NOT_JSON = (ValueError, RecursionError)
 """What `json.loads` raises; the second where lists lie too deep within one another."""
 _NEWLINE = b"\n"
 _PARQUET = ".parquet"
+_JSON = ".json"
 _ROWS_AT_ONCE = 1024
 """Of a Parquet file that are made Python's together: images of more rows fill the memory."""
 _COUNTED_BYTES = 1 << 20
@@ -81,9 +82,10 @@ def expected_rows(path: Path, split: str | None = None) -> ExpectedRows | None:
 
 
 def data_files(path: Path, split: str | None = None) -> list[Path]:
-    """Return the files that are read for `path`. Of a folder, and all below it, those of the first
-    kind that it has: Parquet, JSONL, JSON, CSV. Raises DataError where there is none, where several
-    splits would be mixed, a shard is missing, or a split of a single file is asked for."""
+    """Return the files that are read for `path`: of a folder, and all below it, Parquet, JSONL and
+    CSV; JSON where it has none of them, for JSON beside them mostly describes the data set. Raises
+    DataError where there is none, where several splits or kinds of files would be mixed, a shard is
+    missing, or a split of a single file is asked for."""
     if split is not None and path.is_file():
         raise DataError(
             f"the split {split!r} chooses files of a folder, and this is one file",
@@ -98,23 +100,40 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
                 remedy="convert it to .jsonl (one JSON object a line) or .parquet",
             )
         return [path]
-    return _of_split(path, _of_first_kind(path), split)
+    files = _of_split(path, _files_with_rows(path), split)
+    _refuse_several_kinds(path, files)
+    return files
 
 
-def _of_first_kind(folder: Path) -> list[Path]:
-    for suffix in _READERS:
-        files = []
-        for file in sorted(folder.rglob(f"*{suffix}")):
-            is_hidden = "/." in f"/{file.relative_to(folder).as_posix()}"
-            if not is_hidden and file.is_file():
-                files.append(file)
-        if files:
-            return files
-    raise DataError(
-        "the folder has no data files",
-        where=str(folder),
-        remedy=f"files that are read end with {', '.join(_READERS)}",
-    )
+def _files_with_rows(folder: Path) -> list[Path]:
+    found = []
+    for file in sorted(folder.rglob("*")):
+        is_hidden = "/." in f"/{file.relative_to(folder).as_posix()}"
+        if file.suffix in _READERS and not is_hidden and file.is_file():
+            found.append(file)
+    if not found:
+        raise DataError(
+            "the folder has no data files",
+            where=str(folder),
+            remedy=f"files that are read end with {', '.join(_READERS)}",
+        )
+    are_rows = [file for file in found if file.suffix != _JSON]
+    return are_rows or found
+
+
+def _refuse_several_kinds(folder: Path, files: Sequence[Path]) -> None:
+    """Raise DataError where files are of several kinds: the same rows twice, or parts of them that
+    nobody meant to be one data set."""
+    one_of_kind: dict[str, Path] = {}
+    for file in files:
+        one_of_kind.setdefault(file.suffix, file)
+    if len(one_of_kind) > 1:
+        told = ", ".join(str(file.relative_to(folder)) for file in one_of_kind.values())
+        raise DataError(
+            f"the folder has rows in files of several kinds: {told}",
+            where=str(folder),
+            remedy="set path to one of the files, or to a folder with those of one kind",
+        )
 
 
 class _Origin(NamedTuple):
@@ -492,6 +511,6 @@ def _refuse_repeated_columns(where: str, names: Sequence[str]) -> None:
 _READERS: dict[str, Callable[[Path], Rows]] = {
     _PARQUET: _parquet_rows,
     ".jsonl": _jsonl_rows,
-    ".json": _json_rows,
+    _JSON: _json_rows,
     ".csv": _csv_rows,
 }

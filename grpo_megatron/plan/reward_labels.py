@@ -28,6 +28,8 @@ PROBABILITIES = "multi_label_classification"
 """The same: vLLM gives their sigmoid, of a process reward model how likely a step is right."""
 _MEANINGS = {SCALARS: "scores of answers", PROBABILITIES: "how likely steps are right"}
 """What the scalars of a reward model are, by its `problem_type`."""
+STEP_TOKEN_FIELD = "step_token"
+"""Of our own in the config.json of process reward models: nothing else tells the token."""
 USES = (
     "give a language model; a reward model goes to model.path of kind reward_model or to "
     "critic.path, or is served and asked by a reward"
@@ -44,6 +46,8 @@ class RewardHead:
 
     labels: tuple[str, ...] = ()
     problem_type: str | None = None
+    step_token: str | None = None
+    """Behind which the scalar of a step is read; None: not told, or it scores whole answers."""
 
     @classmethod
     def of_config(cls, hf: Mapping[str, Any]) -> "RewardHead":
@@ -51,14 +55,17 @@ class RewardHead:
         labels = tuple(labels_of(hf))
         if not labels:
             return cls()
-        return cls(labels, hf.get("problem_type"))
+        return cls(labels, hf.get("problem_type"), hf.get(STEP_TOKEN_FIELD))
 
     @classmethod
     def of_run(cls, run: RunConfig) -> "RewardHead":
         """Return what the config.json of a run's export will say."""
         if run.kind != "reward_model":
             return cls()
-        return cls(tuple(written_labels(run.reward_labels)), problem_type_of(run))
+        labels = tuple(written_labels(run.reward_labels))
+        if run.preferences.rows == "steps":
+            return cls(labels, PROBABILITIES, run.preferences.step_token)
+        return cls(labels, SCALARS)
 
 
 def written_labels(labels: Sequence[str]) -> list[str]:
@@ -67,21 +74,18 @@ def written_labels(labels: Sequence[str]) -> list[str]:
     return list(labels) or [f"{UNNAMED}0"]
 
 
-def problem_type_of(run: RunConfig) -> str:
-    """Return the `problem_type` of the reward model that a run trains."""
-    if run.preferences.rows == "steps":
-        return PROBABILITIES
-    return SCALARS
-
-
 def other_head(theirs: RewardHead, ours: RewardHead, owner: str) -> str:
     """Return in what a mean of `theirs` with `ours`, the head of `owner`, has no meaning; empty: in
-    nothing. A `problem_type` that one of both does not say is taken for the other's."""
+    nothing. A `problem_type` or a step token that one of both does not say is taken for the
+    other's."""
     if theirs.labels != ours.labels:
         return f"the scalars of its head are {list(theirs.labels)}, of {owner} {list(ours.labels)}"
     is_told_by_both = theirs.problem_type is not None and ours.problem_type is not None
     if is_told_by_both and theirs.problem_type != ours.problem_type:
         return f"the scalars of its head are {_meaning(theirs)}, of {owner} {_meaning(ours)}"
+    tell_tokens = theirs.step_token is not None and ours.step_token is not None
+    if tell_tokens and theirs.step_token != ours.step_token:
+        return f"it scores steps at {theirs.step_token!r}, {owner} at {ours.step_token!r}"
     return ""
 
 

@@ -273,8 +273,9 @@ def _check_reward_models(graph: Graph, name: str) -> None:
             raise ConfigError(
                 f"stage {name} merges reward models whose heads have no mean: {problem}",
                 where=where,
-                remedy="merge reward models with the same preferences.loss and, with "
-                "preferences.scalar_per_domain, the same domains in the same order",
+                remedy="merge reward models with the same preferences.loss, "
+                "preferences.step_token and, with preferences.scalar_per_domain, the same domains "
+                "in the same order",
             )
     if stage.recipe is not None:
         problem = graph.why_other_scalars(name)

@@ -26,7 +26,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.hf_config import computation
 from grpo_megatron.plan.model_facts import read_config
-from grpo_megatron.plan.reward_labels import problem_type_of
+from grpo_megatron.plan.reward_labels import RewardHead
 from grpo_megatron.trainer.checks import logprob_check
 from grpo_megatron.trainer.checks.logprob_diff import (
     measure_logprob_diff,
@@ -484,8 +484,7 @@ class TrainerService:
             return None
         return functools.partial(
             reward_models.mark_as_reward_model,
-            labels=self.config.reward_labels,
-            problem_type=problem_type_of(self.config),
+            head=RewardHead.of_run(self.config),
             answer_ends=answer_ends,
         )
 

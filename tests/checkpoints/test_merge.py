@@ -263,6 +263,16 @@ def test_reward_models_of_other_kinds_are_refused(tmp_path, ours, theirs):
     assert ours in error.message and theirs in error.message
 
 
+def test_process_reward_models_that_score_at_other_tokens_are_refused(tmp_path):
+    fields = {"problem_type": PROBABILITIES}
+    one = reward_model(tmp_path / "one", **fields, step_token="<extra_0>")
+    two = reward_model(tmp_path / "two", **fields, step_token="<|step|>")
+    words = f"it scores steps at '<|step|>', the model in {one} at '<extra_0>'"
+    assert words in refused(tmp_path, one, two).message
+    other = reward_model(tmp_path / "other", **fields)
+    assert torch.equal(merged(tmp_path, one, other)["w"], torch.ones(2, 4))
+
+
 def test_a_reward_model_may_not_say_its_kind(tmp_path):
     """As other trainers write them."""
     one = reward_model(tmp_path / "one", problem_type=SCALARS)

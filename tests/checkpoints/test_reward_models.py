@@ -9,13 +9,14 @@ import pytest
 
 from grpo_megatron.checkpoints.reward_models import mark_as_reward_model, refuse_other_labels
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.plan.reward_labels import PROBABILITIES
+from grpo_megatron.plan.reward_labels import PROBABILITIES, SCALARS, RewardHead
 
 
-def marked(folder: Path, *labels: str, **settings: str) -> dict:
+def marked(folder: Path, *labels: str, problem_type: str = SCALARS) -> dict:
     hf = {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": [1, 2], "pad_token_id": 2}
     (folder / "config.json").write_text(json.dumps(hf))
-    mark_as_reward_model(folder, labels, **settings)
+    head = RewardHead(labels or ("LABEL_0",), problem_type)
+    mark_as_reward_model(folder, head)
     return json.loads((folder / "config.json").read_text())
 
 

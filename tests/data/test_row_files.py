@@ -71,6 +71,17 @@ def test_splits_are_not_mixed(export, split, words):
         assert word in str(caught.value)
 
 
+def test_files_of_several_kinds_are_not_one_data_set(export):
+    line = json.dumps(ROWS[1])
+    (export / "data" / "train.jsonl").write_text(f"{line}\n")
+    with pytest.raises(DataError, match="several kinds") as caught:
+        questions(export, arguments={"split": "train"})
+    assert "data/train-00000-of-00003.parquet, data/train.jsonl" in str(caught.value)
+    assert "set path to one of the files" in str(caught.value)
+    assert questions(export, arguments={"split": "test"}) == ["1+1"]
+    assert questions(export / "data" / "train.jsonl") == ["2*3"]
+
+
 def test_a_missing_shard_is_refused(export):
     (export / "data" / "train-00001-of-00003.parquet").unlink()
     with pytest.raises(DataError, match="shard 1 of the 3 of 'train' is not there"):

@@ -11,13 +11,13 @@ from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
-from grpo_megatron.plan.reward_labels import RewardHead, labels_of, problem_type_of
+from grpo_megatron.plan.reward_labels import RewardHead, labels_of
 
 
 def checkpoint(folder, *labels: str):
     hf = load_preset("tiny-qwen3-moe").hf | {"vocab_size": 97}
     (folder / "config.json").write_text(json.dumps(hf))
-    mark_as_reward_model(folder, labels)
+    mark_as_reward_model(folder, RewardHead(tuple(labels) or ("LABEL_0",), "regression"))
     return folder
 
 
@@ -45,20 +45,22 @@ def test_other_scalars_are_refused_before_anything_starts(tmp_path, recipe, labe
 
 
 @pytest.mark.parametrize(
-    ("recipe", "labels", "problem_type"),
+    ("recipe", "head"),
     [
-        ("stages/tiny-reward-model", ("LABEL_0",), "regression"),
-        ("stages/tiny-reward-labels", ("even", "short"), "regression"),
-        ("stages/tiny-process-reward-model", ("LABEL_0",), "multi_label_classification"),
+        ("stages/tiny-reward-model", RewardHead(("LABEL_0",), "regression")),
+        ("stages/tiny-reward-labels", RewardHead(("even", "short"), "regression")),
+        (
+            "stages/tiny-process-reward-model",
+            RewardHead(("LABEL_0",), "multi_label_classification", "."),
+        ),
     ],
 )
-def test_a_run_tells_what_its_export_will_say(tmp_path, recipe, labels, problem_type):
+def test_a_run_tells_what_its_export_will_say(tmp_path, recipe, head):
     config = resolve(recipe).config
     checkpoint(tmp_path)
-    mark_as_reward_model(tmp_path, config.reward_labels, problem_type_of(config))
+    mark_as_reward_model(tmp_path, RewardHead.of_run(config))
     hf = json.loads((tmp_path / "config.json").read_text())
-    assert RewardHead.of_run(config) == RewardHead(labels, problem_type)
-    assert RewardHead.of_config(hf) == RewardHead(labels, problem_type)
+    assert RewardHead.of_run(config) == RewardHead.of_config(hf) == head
 
 
 def test_a_language_model_has_no_scalars():

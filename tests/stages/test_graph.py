@@ -400,6 +400,16 @@ def test_reward_models_of_other_scalars_are_not_merged(tmp_path, other, more, wo
         assert word.format(other=other) in error.message
 
 
+def test_process_reward_models_that_score_at_other_tokens_are_not_merged(tmp_path):
+    more = '[stages.again]\nrecipe = "stages/tiny-process-reward-model"\n{settings}'
+    more += "[stages.mean]\nmerge = {{ steps = 1, again = 1 }}"
+    assert graph_with(tmp_path, more.format(settings="")) is None
+    settings = 'settings = ["preferences.step_token=!"]\n'
+    error = graph_with(tmp_path, more.format(settings=settings))
+    assert error is not None and "preferences.step_token" in error.remedy
+    assert "again: it scores steps at '!', the reward model of stage steps at '.'" in error.message
+
+
 def test_reward_models_of_equal_scalars_are_merged(tmp_path):
     more = '[stages.again]\nrecipe = "stages/tiny-reward-labels"\n'
     more += "[stages.mean]\nmerge = { labels = 1, again = 1 }\n[stages.other]\n"

@@ -98,14 +98,14 @@ def process_reward_model_export(model: str, steps: str, directory: str) -> list[
     """Logits of all steps by a model with a head of its own, which is exported."""
     from grpo_megatron.checkpoints.hf_export import export_model
     from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
-    from grpo_megatron.plan.reward_labels import PROBABILITIES
+    from grpo_megatron.plan.reward_labels import PROBABILITIES, RewardHead
     from grpo_megatron.trainer.steps.step_labels import step_logits
     from tests.trainer.trainer_ranks import Setup
 
     setup = Setup(model, {"max_tokens_per_microbatch": 96}, num_scalars=1)
     logits = step_logits(setup.config(), setup.policy, SampleTable(Path(steps)))
     export_model(setup.policy.sharded, Path(directory), Path(model))
-    mark_as_reward_model(Path(directory), (), PROBABILITIES)
+    mark_as_reward_model(Path(directory), RewardHead(("LABEL_0",), PROBABILITIES, "<step>"))
     return logits
 
 
@@ -116,6 +116,7 @@ def reward_model_export(
     from grpo_megatron.checkpoints.hf_export import export_model
     from grpo_megatron.checkpoints.reward_models import mark_as_reward_model
     from grpo_megatron.config.preferences import PreferencesConfig
+    from grpo_megatron.plan.reward_labels import RewardHead
     from grpo_megatron.trainer.steps.answer_scores import answer_scores
     from tests.trainer.trainer_ranks import Setup
 
@@ -128,7 +129,7 @@ def reward_model_export(
 
     def mark(working: Path) -> None:
         assert not Path(directory).exists()  # no export without the mark has the name of one
-        mark_as_reward_model(working, config.reward_labels)
+        mark_as_reward_model(working, RewardHead.of_run(config))
 
     export_model(setup.policy.sharded, Path(directory), Path(model), mark=mark)
     again = Setup(directory, {}, num_scalars=num_scalars)
