@@ -1,6 +1,5 @@
 """`train`, `resume`, `replay`, `mismatch`, `report`; jobs: `submit`, `status`, `logs`, `cancel`."""
 
-import json
 import os
 import shlex
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from grpo_megatron import assets
+from grpo_megatron.config.loader import is_of_model
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.rundir import RunDir
@@ -343,7 +343,7 @@ def check_run(run: Path) -> None:
             where=str(run.absolute()),
             remedy="runs here: " + (", ".join(runs_beside(run)[:5]) or "none"),
         )
-    if _is_checkpoint(run):
+    if is_of_model(RunDir(run).config.read_bytes()):
         remedy = (
             "`grpo-megatron eval RECIPE MODEL` measures a model, `model.path` trains it further"
         )
@@ -353,15 +353,6 @@ def check_run(run: Path) -> None:
         raise ConfigError(
             f"{run} is a checkpoint, not a run", where=str(run.absolute()), remedy=remedy
         )
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a config.json is that of a model."""
-    try:
-        content = json.loads(RunDir(path).config.read_bytes())
-    except (ValueError, RecursionError):  # damaged, which is told when it is read as a run's
-        return False
-    return isinstance(content, dict) and "architectures" in content
 
 
 def _is_run(path: Path) -> bool:

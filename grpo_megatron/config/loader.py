@@ -1,5 +1,6 @@
 """Recipes to resolved configurations (defaults < recipes < flags), and their `config.json`."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,13 @@ def read_resolved(
     try:
         resolved = ResolvedConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
+        if is_of_model(text):
+            raise ConfigError(
+                "it configures a model, not a run",
+                where=where,
+                remedy="give the directory of a run, or a recipe, whose `model.path` may be this "
+                "checkpoint",
+            ) from None
         first = error.errors(include_url=False)[0]
         problem = first["msg"]
         if first["loc"]:  # of a value; else of the whole text
@@ -102,6 +110,15 @@ def read_resolved(
     problems = apply_overrides(overlay, overrides)
     source = _with_settings(where, overrides)
     return _finish(overlay, problems, checks, source=source, recipe=resolved.recipe)
+
+
+def is_of_model(text: str | bytes) -> bool:
+    """Whether a config.json is that of a checkpoint in Hugging Face's format."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "architectures" in content
 
 
 def _set_by_hand(resolved: ResolvedConfig, objective: dict[str, Any]) -> dict[str, Any]:

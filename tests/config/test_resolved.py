@@ -141,6 +141,12 @@ def test_what_is_no_json_is_told_without_a_place_in_it(tmp_path):
         read_resolved(path)
 
 
+def test_the_configuration_of_a_model_is_told_as_such(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    with pytest.raises(ConfigError, match="it configures a model, not a run"):
+        read_resolved(tmp_path)
+
+
 def test_a_configuration_that_is_a_link_to_itself_is_told(tmp_path):
     path = tmp_path / "config.json"
     path.symlink_to(path)
