@@ -127,6 +127,19 @@ def _refuse_places(settings: Sequence[str], owner: str, where: str) -> None:
             )
 
 
+def _refuse_set_inputs(stage: Stage, name: str, where: str) -> None:
+    """ConfigError for settings of what a stage takes from another one: the input would win, and
+    nothing say so."""
+    for setting in stage.settings:
+        key = setting.partition("=")[0].strip()
+        if key in stage.inputs:
+            raise ConfigError(
+                f"stage {name} sets {key!r}, and takes it from stage {stage.inputs[key]!r}",
+                where=where,
+                remedy="take one of both away",
+            )
+
+
 def _check_name(graph: Graph, name: str) -> None:
     """ConfigError for a stage whose directory would be outside of the graph's, or one of its
     files."""
@@ -166,7 +179,9 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
                 where=where,
                 remedy="take it away",
             )
-    _refuse_places(stage.settings, f"stage {name}", graph.file.where(("stages", name, "settings")))
+    where_settings = graph.file.where(("stages", name, "settings"))
+    _refuse_places(stage.settings, f"stage {name}", where_settings)
+    _refuse_set_inputs(stage, name, where_settings)
     for text in stage.gates:
         try:
             gate = parse_gate(text)

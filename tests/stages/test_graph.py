@@ -515,6 +515,14 @@ def test_an_input_that_no_stage_takes_is_one_message(graph_file, key, words):
     assert words in str(error.value)
 
 
+def test_an_input_is_not_set_too(graph_file):
+    old = 'settings = ["domains.0.weight=0", "optimizer.lr=1e-4"]'
+    changed(graph_file, old, 'settings = ["model.path = /models/other"]')
+    with pytest.raises(ConfigError, match="and takes it from stage 'base'") as error:
+        load_graph(graph_file)
+    assert "take one of both away" in error.value.remedy
+
+
 @pytest.mark.parametrize("setting", ["name=other", "runs_dir = here"])
 @pytest.mark.parametrize("owner", ["stage one", "the graph"])
 def test_settings_of_what_the_graph_says_are_refused(graph_file, setting, owner):
