@@ -6,7 +6,6 @@ from threading import Thread
 
 import torch
 
-from grpo_megatron.errors import MismatchError, TransferError
 from grpo_megatron.weights.transfer import BucketTensors, StreamReceiver
 
 
@@ -21,14 +20,14 @@ class StagedPublish:
         self.number = number
         self._receiver = receiver
         self._buckets: deque[BucketTensors] = deque()
-        self._error: TransferError | MismatchError | None = None
+        self._error: Exception | None = None
         self._thread = Thread(target=self._receive, name="staged-publish", daemon=True)
         self._thread.start()
 
     def take(self) -> Iterator[BucketTensors]:
         """Wait until all has come, and yield the tensors of bucket after bucket, each once.
 
-        Raises what was wrong with the transfer."""
+        Raises what ended the transfer."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -39,5 +38,5 @@ class StagedPublish:
         try:
             with torch.no_grad():
                 self._receiver.receive(self.number, self._buckets.append)
-        except (TransferError, MismatchError) as error:
+        except Exception as error:  # whatever it is: half a publish is none
             self._error = error
