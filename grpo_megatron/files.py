@@ -52,6 +52,20 @@ def link_or_copy(source: Path, target: Path) -> None:
         sync(target)
 
 
+def files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield all files below a folder in order of their names, also through links to folders, but
+    not through one to a folder that it lies in. above: these, resolved. Raises OSError where a
+    folder cannot be read."""
+    resolved = folder.resolve()
+    if resolved in above:
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from files_below(path, (*above, resolved))
+        elif path.is_file():
+            yield path
+
+
 def remove_directory(path: Path) -> None:
     """Remove a directory, as far as that is possible; of a link to one only the link."""
     if path.is_symlink():

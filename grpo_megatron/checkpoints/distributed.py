@@ -132,7 +132,7 @@ class PendingCheckpoint:
                 for path in (self._working / folder).glob(f"__{dist.get_rank()}_*"):
                     names.append(str(path.relative_to(self._working)))
             for name in names:
-                self._digests[name] = _digest(self._working / name)
+                self._digests[name] = _digest_on_disk(self._working / name)
         except Exception as error:
             logger.exception("cannot write %s", self._working)
             self._error = error
@@ -150,12 +150,7 @@ class PendingCheckpoint:
         if not has_failed:
             has_failed = not self._finalized()
         if has_failed:
-            raise SetupError(
-                "the weights of a checkpoint could not be written",
-                where=str(self._working),
-                remedy="look whether the disk is full (the log of the rank that failed has the "
-                "reason), make room and resume: the checkpoints before it are whole",
-            )
+            raise _unwritten(self._working)
         if self._source is not None:
             on_rank_0(copy_side_files, self._source, self._working)
         if self._mark is not None:
@@ -239,7 +234,9 @@ def _working_directory(directory: Path) -> Path:
 
 def _finish_directory(working: Path, directory: Path, known: Mapping[str, Any]) -> None:
     """Write the digests of all files, of which this rank knows some, and give `working` the name
-    `directory`. Collective."""
+    `directory`. Collective.
+
+    Raises SetupError on every rank where a file cannot be written out or read back."""
     dist.barrier()
     names = []
     for path in working.rglob("*"):
@@ -252,6 +249,9 @@ def _finish_directory(working: Path, directory: Path, known: Mapping[str, Any]) 
     unknown = [name for name in names_on_rank_0 if name not in found]
     found.update(_digests(working, unknown))
     digests = {name: found[name] for name in names_on_rank_0}
+    for name, digest in digests.items():
+        if digest is None:
+            raise _unwritten(working / name)
     on_rank_0(write_json, working / DIGESTS, digests)
     on_rank_0(replace_directory, working, directory)
 
@@ -265,7 +265,20 @@ def corrupt_files(directory: Path) -> list[str]:
     if not isinstance(written, dict) or not written:  # something else than digests
         return [DIGESTS]
     found = _digests(directory, sorted(written))
-    return [name for name in sorted(written) if found[name] != written[name]]
+    corrupt = []
+    for name in sorted(written):
+        if found[name] is None or found[name] != written[name]:
+            corrupt.append(name)
+    return corrupt
+
+
+def _unwritten(path: Path) -> SetupError:
+    return SetupError(
+        "the weights of a checkpoint could not be written",
+        where=str(path),
+        remedy="look whether the disk is full (the log of the rank that failed has the reason), "
+        "make room and resume: the checkpoints before it are whole",
+    )
 
 
 def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -282,11 +295,17 @@ def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def _digest(path: Path) -> list[Any] | None:
     try:
-        with open(path, "rb") as file:
-            _drop_from_cache(file.fileno())
-        return [path.stat().st_size, file_checksum(path)]
-    except OSError:
+        return _digest_on_disk(path)
+    except OSError as error:
+        logger.warning("cannot read %s: %s", path, error)
         return None
+
+
+def _digest_on_disk(path: Path) -> list[Any]:
+    """Return [bytes, digest] of a file, read from its disk. OSError where that cannot be."""
+    with open(path, "rb") as file:
+        _drop_from_cache(file.fileno())
+    return [path.stat().st_size, file_checksum(path)]
 
 
 def _drop_from_cache(number: int) -> None:

@@ -182,11 +182,11 @@ def _of_domain(
     longest = config.longest_preference
     for row, prompt in zip(rows, prompts, strict=True):
         answers = [encoder.completion(0, prompt, text) for text in row.answers]
-        num_tokens = len(prompt.token_ids) + max(answer.num_tokens for answer in answers)
-        if num_tokens > longest or not prompt.token_ids:
-            reasons[_too_long(longest)] += 1
-            continue
-        found.append((row, prompt, answers))
+        reason = _why_left_out(prompt, answers, longest)
+        if reason:
+            reasons[reason] += 1
+        else:
+            found.append((row, prompt, answers))
     if config.compares_pairs:
         return [
             pair_preference(prompt, (answers[0], answers[1]), row.margin)
@@ -256,12 +256,14 @@ def _of_run(
 
 
 def _why_left_out(prompt: Prompt, answers: Sequence[Completion], longest: int) -> str:
-    """Why sampled answers teach nothing; empty: they may."""
+    """Why answers teach nothing as tokens, behind what the prompt has of them already; empty: they
+    may."""
     if not all(answer.text.strip() for answer in answers):
         return _WITH_EMPTY_ANSWER
     if len(answers) == 2 and np.array_equal(answers[0].token_ids, answers[1].token_ids):
         return _WITH_EQUAL_ANSWERS
-    if len(prompt.token_ids) + max(answer.num_tokens for answer in answers) > longest:
+    num_tokens = len(prompt.token_ids) + max(answer.num_tokens for answer in answers)
+    if num_tokens > longest or not prompt.token_ids:
         return _too_long(longest)
     return ""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_megatron.errors import DataError, raised_as
+from grpo_megatron.files import files_below
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,16 +101,16 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
                 remedy="convert it to .jsonl (one JSON object a line) or .parquet",
             )
         return [path]
-    files = _of_split(path, _files_with_rows(path), split)
-    _refuse_several_kinds(path, files)
-    return files
+    return _of_split(path, _files_with_rows(path), split)
 
 
 def _files_with_rows(folder: Path) -> list[Path]:
     found = []
-    for file in sorted(folder.rglob("*")):
+    with raised_as(DataError, "unreadable", OSError, where=folder, remedy=_ABSENT):
+        files = list(files_below(folder))
+    for file in files:
         is_hidden = "/." in f"/{file.relative_to(folder).as_posix()}"
-        if file.suffix in _READERS and not is_hidden and file.is_file():
+        if file.suffix in _READERS and not is_hidden:
             found.append(file)
     if not found:
         raise DataError(
@@ -170,7 +171,9 @@ def _of_split(folder: Path, files: Sequence[Path], split: str | None) -> list[Pa
             where=str(folder),
             remedy=f"choose one, for example arguments = {{ split = {_example_of(names)} }}",
         )
+    _refuse_several_kinds(folder, chosen)
     _refuse_missing_shards(folder, chosen)
+    _refuse_shards_beside_files(chosen)
     _refuse_several(folder, [origins[file] for file in chosen])
     return chosen
 
@@ -188,7 +191,7 @@ def _origin_of(path: Path) -> _Origin | None:
     stem = _NUMBER.sub("", path.stem)
     kind = _kind_in(stem)
     if kind is not None:
-        return _Origin(stem, kind, path.with_name(kind))
+        return _Origin(stem, kind, path.with_name(stem))
     named_folder = _named_folder(path)
     if named_folder is None:
         return None
@@ -226,14 +229,22 @@ def _example_of(names: Sequence[str]) -> str:
 
 
 def _refuse_missing_shards(folder: Path, files: Sequence[Path]) -> None:
-    """Raise DataError where `train-00000-of-00003` is there and its second part is not."""
-    numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
+    """Raise DataError where `train-00000-of-00003` is there and its second part is not, or is there
+    twice, with other digests in their names."""
+    numbers: dict[tuple[Path, str, int], Counter[int]] = defaultdict(Counter)
     for file in files:
         shard = _SHARD.fullmatch(file.stem)
         if shard is not None:
-            numbers[file.parent, shard[1], int(shard[3])].add(int(shard[2]))
-    for (_, stem, count), found in numbers.items():
-        missing = sorted(set(range(count)) - found)
+            numbers[file.parent, shard[1], int(shard[3])][int(shard[2])] += 1
+    for (parent, stem, count), found in numbers.items():
+        number, times = found.most_common(1)[0]
+        if times > 1:
+            raise DataError(
+                f"shard {number} of the {count} of {stem!r} is there {times} times",
+                where=str(parent),
+                remedy="remove the older export",
+            )
+        missing = sorted(set(range(count)) - set(found))
         if missing:
             raise DataError(
                 f"shard {missing[0]} of the {count} of {stem!r} is not there",
@@ -247,6 +258,26 @@ def _refuse_missing_shards(folder: Path, files: Sequence[Path]) -> None:
                 f"the folder has {count} exports of {stem!r}, in different numbers of shards",
                 where=str(folder / parent),
                 remedy="remove all but one of them",
+            )
+
+
+def _refuse_shards_beside_files(files: Sequence[Path]) -> None:
+    """Raise DataError where `train.jsonl` lies beside `train-00000-of-00001.jsonl`."""
+    of_shards: dict[Path, Path] = {}
+    of_files: dict[Path, Path] = {}
+    for file in files:
+        shard = _SHARD.fullmatch(file.stem)
+        if shard is not None:
+            of_shards[file.parent / shard[1]] = file
+        else:
+            of_files[file.parent / _NUMBER.sub("", file.stem)] = file
+    for data_set, shard_file in of_shards.items():
+        if data_set in of_files:
+            raise DataError(
+                f"the folder has {data_set.name!r} in shards and as a file: {shard_file.name}, "
+                f"{of_files[data_set].name}",
+                where=str(shard_file.parent),
+                remedy="remove one of both",
             )
 
 

@@ -92,7 +92,13 @@ class EnvironmentProcess:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._num_lines = 0
         self.life = 0  # how many processes there were
-        self.num_episodes = 0  # in this life
+        self._num_beginning = 0  # episodes that wait until the process runs
+        self._num_episodes = 0  # in this life
+
+    @property
+    def load(self) -> int:
+        """How many episodes are in it, or will be when it runs."""
+        return self._num_beginning + self._num_episodes
 
     @property
     def pid(self) -> int | None:
@@ -100,6 +106,22 @@ class EnvironmentProcess:
         if self._process is None:
             return None
         return self._process.pid
+
+    async def take_episode(self) -> int:
+        """Start the process unless it runs, count one more episode, and say which life this is.
+
+        Raises EpisodeError where it cannot begin."""
+        self._num_beginning += 1
+        try:
+            life = await self.start()
+        finally:
+            self._num_beginning -= 1
+        self._num_episodes += 1
+        return life
+
+    def give_back_episode(self) -> None:
+        """Count one episode of this life less."""
+        self._num_episodes -= 1
 
     async def start(self) -> int:
         """Start the process unless it runs, and say which life this is.
@@ -124,7 +146,7 @@ class EnvironmentProcess:
                 await self._end()
                 raise self._broken(ready.error)
             self.life += 1
-            self.num_episodes = 0
+            self._num_episodes = 0
             self._tasks += [
                 asyncio.create_task(self._read(reader)),
                 asyncio.create_task(self._watch()),
@@ -288,10 +310,9 @@ class HostedEnvironment:
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
         """Begin the episode in the process that has the fewest."""
-        process = min(self._processes, key=lambda process: process.num_episodes)
+        process = min(self._processes, key=lambda process: process.load)
         process.failures.check()
-        process.num_episodes += 1  # before others choose
-        self._life = await process.start()
+        self._life = await process.take_episode()
         self._process = process
         request = Reset(
             process.next_request(),
@@ -318,7 +339,7 @@ class HostedEnvironment:
         if process is None or process.life != self._life:
             return
         self._end.close()
-        process.num_episodes -= 1
+        process.give_back_episode()
         request = Close(process.next_request(), self._episode)
         with contextlib.suppress(Unscorable):
             await process.ask(request, self._life, Closed)

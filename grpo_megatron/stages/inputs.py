@@ -10,8 +10,12 @@ from typing import Any
 
 from grpo_megatron.config.changed_settings import values_of
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.errors import ConfigError, raised_as
+from grpo_megatron.files import files_below
 from grpo_megatron.stages.graph import Graph
 from grpo_megatron.stages.own_files import own_files
+
+_UNREADABLE = "whether it has changed since the stage began can only be said where it can be read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,8 @@ def present_inputs(graph: Graph, name: str) -> Inputs:
 def _stamp(path: Path) -> Stamp:
     files: Sequence[Path] = ()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+        with raised_as(ConfigError, "unreadable", OSError, where=path, remedy=_UNREADABLE):
+            files = list(files_below(path))
     elif path.exists():
         files = [path]
     seen = []

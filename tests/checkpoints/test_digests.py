@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.errors import CheckpointError, SetupError
 
 
 @pytest.fixture
@@ -62,6 +62,30 @@ def test_a_checkpoint_in_an_image_that_can_only_be_read_is_whole(
 def test_a_file_that_cannot_be_written_out_is_none(distributed, checkpoint, monkeypatch):
     monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
     assert distributed.corrupt_files(checkpoint) == ["critic/b", "weights/a"]
+
+
+def test_a_file_without_a_digest_is_none_while_it_cannot_be_read(
+    distributed, checkpoint, monkeypatch
+):
+    digests = json.loads((checkpoint / distributed.DIGESTS).read_text())
+    (checkpoint / distributed.DIGESTS).write_text(json.dumps({**digests, "weights/a": None}))
+    assert distributed.corrupt_files(checkpoint) == ["weights/a"]
+    (checkpoint / "weights/a").unlink()
+    assert distributed.corrupt_files(checkpoint) == ["weights/a"]
+
+
+def test_no_checkpoint_has_a_file_that_could_not_be_written_out(distributed, tmp_path, monkeypatch):
+    """A full disk may be told as late as that."""
+    working = tmp_path / "step.tmp"
+    working.mkdir()
+    (working / "complete.json").write_text("{}")
+    monkeypatch.setattr(distributed.dist, "barrier", lambda: None)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", refuse(errno.ENOSPC))
+        with pytest.raises(SetupError, match="could not be written") as error:
+            distributed._finish_directory(working, tmp_path / "step", {})
+    assert error.value.where == str(working / "complete.json")
+    assert not (tmp_path / "step").exists()
 
 
 def test_a_copy_without_its_critic_is_converted(worker, checkpoint):

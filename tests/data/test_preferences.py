@@ -25,6 +25,7 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.launch.bindings import refuse_unreadable_problems
 from grpo_megatron.types import Prompt
+from tests.data.chat_templates import write_tokenizer
 from tests.data.preference_files import recipe, write
 
 USER = {"role": "user", "content": "1 + 1?"}
@@ -413,3 +414,34 @@ def test_a_file_of_equal_answers_only(tmp_path):
     rows = [row | {"rejected": row["chosen"]} for row in pairs(3)]
     with pytest.raises(DataError, match="3 with equal answers"):
         refuse_unreadable_problems(recipe(write(tmp_path, rows)))
+
+
+def question(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(("loss", "num_left"), [("dpo", 4), ("kto", 8)])
+def test_answers_are_compared_behind_what_the_prompt_has_of_them(tmp_path, loss, num_left):
+    """A thought that the template has closed already is no answer, and makes no difference."""
+    rows = [
+        {"prompt": question(f"{n} + 1 ="), "chosen": str(n + 1), "rejected": str(n + 2)}
+        for n in range(4)
+    ]
+    thought = "<think>\n\n</think>\n\n"
+    rows.append({"prompt": question("7 + 1 ="), "chosen": f"{thought}8", "rejected": "8"})
+    rows.append({"prompt": question("8 + 1 ="), "chosen": thought, "rejected": "9"})
+    domain = {"name": "sums", "source": "file", "template": "chat"}
+    domain["path"] = str(write(tmp_path, rows))
+    domain["template_arguments"] = {"enable_thinking": False}
+    config = recipe(
+        domain["path"],
+        domains=[domain],
+        rollout={"max_new_tokens": 64, "max_model_len": 512},
+        preferences={"loss": loss},
+    )
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer", "qwen"))
+    found = load_preferences(config, tokenizer)
+    assert len(found.by_id) == num_left
+    assert len(found.dropped) == 2
+    assert any("equal answers" in reason for reason in found.dropped)
+    assert any("empty answer" in reason for reason in found.dropped)

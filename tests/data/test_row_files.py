@@ -99,6 +99,43 @@ def test_a_missing_shard_with_a_hash_in_its_name_is_refused(tmp_path):
     assert len(data_files(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("other", ["-fedcba9876543210", ""])
+def test_two_exports_of_as_many_shards_are_not_mixed(tmp_path, other):
+    for name in ("-0123456789abcdef", other):
+        write_parquet(tmp_path / f"train-00000-of-00001{name}.parquet", ROWS)
+    with pytest.raises(DataError, match="shard 0 of the 1 of 'train' is there 2 times"):
+        data_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["train", "train_0"])
+def test_shards_beside_the_file_of_which_they_may_be_made_are_refused(tmp_path, name):
+    for shard in ("train-00000-of-00002", "train-00001-of-00002", name):
+        write_parquet(tmp_path / f"{shard}.parquet", ROWS)
+    with pytest.raises(DataError, match="'train' in shards and as a file") as caught:
+        data_files(tmp_path, "train")
+    assert f"{name}.parquet" in caught.value.message
+
+
+def test_files_of_one_kind_of_split_are_told_apart(tmp_path):
+    for name in ("train_sft", "train_prefs"):
+        write_parquet(tmp_path / f"{name}.parquet", ROWS)
+    for split in (None, "train"):
+        with pytest.raises(DataError, match="several data sets: train_prefs, train_sft") as caught:
+            data_files(tmp_path, split)
+        assert 'split = "train_prefs"' in caught.value.remedy
+    [file] = data_files(tmp_path, "train_sft")
+    assert file.name == "train_sft.parquet"
+
+
+def test_folders_behind_links_are_read(tmp_path):
+    write_parquet(tmp_path / "elsewhere" / "more.parquet", ROWS)
+    write_parquet(tmp_path / "rows" / "some.parquet", ROWS[:1])
+    (tmp_path / "rows" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "rows")
+    names = [file.name for file in data_files(tmp_path / "rows")]
+    assert names == ["more.parquet", "some.parquet"]
+
+
 def test_several_data_sets_are_not_mixed(tmp_path):
     for name in ("main", "socratic"):
         write_parquet(tmp_path / name / "train-00000-of-00001.parquet", ROWS)

@@ -450,6 +450,22 @@ def test_episodes_are_spread_over_processes():
     assert len(hosted(work, domain(processes=2))) == 2
 
 
+def test_episodes_that_wait_for_a_new_process_are_counted_once():
+    async def work(host):
+        [first, _] = host.processes
+        environment, _ = await begun(host)
+        await reason_of(environment.step(Reply("exit")))
+        await environment.close()
+        assert first.pid is None
+        together = await asyncio.gather(*(begun(host, seed=seed) for seed in range(8)))
+        loads = [[process.load for process in host.processes]]
+        await asyncio.gather(*(environment.close() for environment, _ in together))
+        loads.append([process.load for process in host.processes])
+        return loads
+
+    assert hosted(work, domain(processes=2)) == [[4, 4], [0, 0]]
+
+
 def test_one_that_costs_process_after_process_stops_the_run(monkeypatch):
     monkeypatch.setattr(failures_module, "MAX_ENDS", 2)
 

@@ -320,7 +320,10 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(
             )
             await publisher.publish(2)
             answers = await asked
-            assert [replica.client.name for _, replica in answers] == [survivor.name] * 2
+            first, second = [replica.client.name for _, replica in answers]
+            assert second == survivor.name
+            if publish != BESIDE:  # else the victim decodes until it dies, and may have answered
+                assert first == survivor.name
             assert {
                 span.version
                 for completions, _ in answers
