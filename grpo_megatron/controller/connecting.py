@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from functools import partial
@@ -14,12 +15,19 @@ from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.worker_client import WorkerClient
 from grpo_megatron.rundir import RunDir, engine_name
 
+logger = logging.getLogger(__name__)
+
 _LOOK_S = 0.1
 
 
 def is_expected(run_dir: RunDir, name: str) -> bool:
-    """Whether the supervisor has not reported a process as dead for good."""
-    return not (run_dir.endpoints / f"{name}.dead").exists()
+    """Whether the supervisor has not reported a process as dead for good; it has not where a file
+    system fails for a moment."""
+    try:
+        return not (run_dir.endpoints / f"{name}.dead").exists()
+    except OSError as error:
+        logger.warning("cannot look whether %s is dead: %s", name, error)
+        return True
 
 
 async def connect_engine(config: RunConfig, run_dir: RunDir, index: int) -> EngineClient:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
@@ -291,8 +292,9 @@ class Publisher:
         error."""
         for replica in before:
             await self.engines.examine(replica, error)
-        num_alive = len(self.engines.alive)
-        if num_alive == len(before) or (num_alive == 0 and not self.engines.can_wait):
+        if all(replica.is_alive for replica in before):  # others may have joined meanwhile
+            raise error
+        if not self.engines.alive and not self.engines.can_wait:
             raise error
 
     async def check_logprobs(self, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -313,7 +315,11 @@ class Publisher:
     async def _check_engines(self, prompts: Sequence[Prompt], metrics: dict[str, float]) -> int:
         """Raise `metrics` to those of the worst live engine; returns how many engines answered."""
         num_checked = 0
-        for replica in self.engines.alive:
+        to_check = deque(self.engines.alive)
+        while to_check:
+            replica = to_check.popleft()
+            if not replica.is_alive:
+                continue
             try:
                 completions = await asyncio.gather(
                     *(self._sample(replica.client, prompt) for prompt in prompts)
@@ -321,6 +327,8 @@ class Publisher:
             except EngineError as error:
                 if replica.is_alive:  # else the rollouts found out first
                     await self._mark_dead(error, self.engines.alive)
+                if replica.is_alive:  # another one has died: this one is asked again
+                    to_check.append(replica)
                 continue
             found = await self._compare(prompts, completions, replica.client.name)
             for name, worst in metrics.items():

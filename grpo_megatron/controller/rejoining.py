@@ -4,7 +4,8 @@ removed leave it, while the others go on."""
 import asyncio
 import logging
 import time
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.connecting import connect_engine, connect_worker, is_expected
@@ -62,7 +63,7 @@ class Rejoining:
             if self._config.engine_restarts > 0:
                 self._see_to(index)
         self._record_connected()
-        self._following = asyncio.create_task(self._follow())
+        self._following = self._begin(self._follow(), "members of the run")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -88,9 +89,27 @@ class Rejoining:
 
     def _see_to(self, index: int) -> None:
         self._tasks[index] = [
-            asyncio.create_task(self._see_to_engine(index)),
-            asyncio.create_task(self._see_to_worker(index)),
+            self._begin(self._see_to_engine(index), engine_name(index)),
+            self._begin(self._see_to_worker(index), f"worker-{index}"),
         ]
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Run beside the others what sees to `what`; where it raises, the pool fails: nobody else
+        would tell, and who waits for an engine would wait for ever."""
+        task = asyncio.create_task(coroutine, name=what)
+        task.add_done_callback(self._note_failure)
+        return task
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            return
+        if not isinstance(error, GrpoMegatronError):
+            logger.error("cannot see to %s", task.get_name(), exc_info=error)
+            error = EngineError(f"cannot see to {task.get_name()}: {error!r}")
+        self._engines.failure = error
 
     # --- members that come and go
 
@@ -102,7 +121,8 @@ class Rejoining:
             self._known.intersection_update(members)
             for index, membership in members.items():
                 if membership == "leaving" and index not in self._leaving:
-                    self._leaving[index] = asyncio.create_task(self._see_out(index))
+                    leaving = self._begin(self._see_out(index), engine_name(index))
+                    self._leaving[index] = leaving
                 elif membership == "present" and self._is_new(index):
                     self._known.add(index)
                     self._see_to(index)
@@ -145,13 +165,6 @@ class Rejoining:
             except EngineError as error:  # it died once more, or takes too long
                 logger.warning("%s did not join: %s", name, error)
                 await asyncio.sleep(_LOOK_S)
-            except GrpoMegatronError as error:
-                self._engines.failure = error
-                return
-            except Exception as error:
-                logger.exception("%s did not join", name)
-                self._engines.failure = EngineError(f"{name} could not join: {error!r}")
-                return
 
     async def _join_engine(self, index: int) -> None:
         name = engine_name(index)

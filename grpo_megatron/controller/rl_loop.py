@@ -175,7 +175,6 @@ class RLLoop:
         if self.config.can_verify_from_samples:
             recorded = await sampling
             if self._samples_check_engines(recorded):
-                self._publisher.unchecked.clear()
                 return recorded
             return replace(recorded, logprob_check=await self._check_logprobs())
         both: list[Any] = await finish_or_cancel([sampling, self._check_logprobs()])
@@ -184,11 +183,13 @@ class RLLoop:
 
     def _samples_check_engines(self, recorded: RecordedStep) -> bool:
         """Whether training these samples checks the log-probs of every live engine: they were
-        sampled just now, by all of these engines, and it is known which engine sampled which."""
+        sampled just now, by all of these engines, and it is known which engine sampled which. Of
+        one that joined meanwhile it is not: the one before it had the same number."""
         living = {replica.index for replica in self._publisher.engines.alive}
         engine_is_known = len(living) <= 1 or self.config.groups_stay_on_one_engine
         all_engines_sampled = living <= set(recorded.facts.verified_replicas)
-        return recorded.fresh and engine_is_known and all_engines_sampled
+        nobody_joined = not self._publisher.unchecked
+        return recorded.fresh and engine_is_known and all_engines_sampled and nobody_joined
 
     async def _check_logprobs(self) -> dict[str, float]:
         """Have the engines answer prompts and the trainer compute their log-probs; returns metrics,

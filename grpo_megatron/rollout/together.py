@@ -17,10 +17,12 @@ async def finish_or_cancel(
     try:
         return await asyncio.gather(*tasks)
     except BaseException as error:
-        done, _ = await asyncio.wait(tasks, timeout=settle_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=settle_s)
+        finally:  # this may be cancelled meanwhile
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if settle_s > 0:
             _add_notes(error, done)
         raise

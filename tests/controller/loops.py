@@ -262,6 +262,7 @@ class Loop:
 
     async def check_logprobs(self, prompts) -> dict[str, float]:
         self.checked.append(self.version)
+        self.unchecked.clear()
         return {"canary/seconds": 0.0}
 
     async def call(

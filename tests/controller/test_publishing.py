@@ -210,3 +210,61 @@ def test_a_check_asks_each_domains_adapter_and_says_whose_samples_these_are(tmp_
     [table] = compared
     assert table.domain.tolist() == [1, 0]
     assert table.manifest.domains == list(domains)
+
+
+class Asked(Engine):
+    """Says that it is alive; fails for the first `num_failures` of what it is asked."""
+
+    def __init__(self, num_failures=0, answers_health=True):
+        super().__init__()
+        self.num_failures = num_failures
+        self.is_alive = answers_health
+        self.num_asked = 0
+
+    async def generate(self, token_ids, **settings):
+        self.num_asked += 1
+        if not self.is_alive or self.num_asked <= self.num_failures:
+            raise EngineUnreachable("gone")
+        spans = (VersionSpan(0, 0, 1),)
+        logprobs = np.zeros(1, np.float32)
+        return [Completion(np.array([1], np.int32), logprobs, spans, "length", "")]
+
+
+class Agreeing:
+    async def call(self, request):
+        return LogprobComparison("", "", {"canary/abs_max": 0.0, "canary/abs_mean": 0.0})
+
+
+PROMPT = Prompt("a", "math", "", (1, 2), "")
+
+
+def checked(tmp_path, pool):
+    publisher = Publisher(recipe(("math",)), RunDir(tmp_path), Agreeing(), pool)
+    return publisher.check_logprobs([PROMPT])
+
+
+def test_one_that_could_not_be_checked_is_asked_again_when_another_has_died(tmp_path):
+    failing, dead, well = Asked(num_failures=1), Asked(answers_health=False), Asked()
+    pool = ReplicaPool([failing, dead, well])
+    asyncio.run(checked(tmp_path, pool))
+    assert [engine.num_asked for engine in (failing, dead, well)] == [2, 0, 1]
+    assert [replica.index for replica in pool.alive] == [0, 2]
+
+
+def test_one_that_fails_alone_ends_a_check(tmp_path):
+    pool = ReplicaPool([Asked(num_failures=9), Asked()])
+    with pytest.raises(EngineUnreachable):
+        asyncio.run(checked(tmp_path, pool))
+
+
+def test_one_that_joins_while_another_dies_does_not_hide_the_death(tmp_path):
+    dead = Asked(answers_health=False)
+    pool = ReplicaPool([dead, Asked()])
+
+    async def health():
+        pool.join(2, Asked())
+        return False
+
+    dead.health = health
+    asyncio.run(checked(tmp_path, pool))
+    assert [replica.index for replica in pool.alive] == [1, 2]

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from grpo_megatron.controller import rejoining
+from grpo_megatron.controller import connecting, rejoining
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.rejoining import Rejoining
 from grpo_megatron.errors import EngineError, MismatchError
@@ -473,6 +474,31 @@ def test_one_that_cannot_be_trusted_fails_the_pool(tmp_path, monkeypatch, error)
 
     with pytest.raises((MismatchError, EngineError), match=str(error.args[0])):
         asyncio.run(run())
+
+
+def test_what_ends_the_task_that_sees_to_a_worker_fails_the_pool(tmp_path, monkeypatch):
+    async def broken(*arguments):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(rejoining, "connect_worker", broken)
+
+    async def run():
+        pool = ReplicaPool([Engine("rollout-0")])
+        async with joined(tmp_path, pool, WorkerPool({}), Joins(pool)):
+            await until(lambda: pool.failure is not None)
+        return pool.failure
+
+    failure = asyncio.run(run())
+    assert isinstance(failure, EngineError) and "cannot see to worker-0" in str(failure)
+    assert "Stale file handle" in str(failure)
+
+
+def test_a_file_system_that_fails_for_a_moment_declares_nobody_dead(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "exists", fail)
+    assert connecting.is_expected(RunDir(tmp_path, "1"), "rollout-0")
 
 
 def test_without_restarts_nobody_is_looked_for(tmp_path):

@@ -333,6 +333,14 @@ def test_engines_whose_groups_are_not_trained_get_a_logprob_check(tmp_path):
     assert nothing.checked == [0, 1] and nothing.trained == []
 
 
+def test_samples_of_an_engine_that_died_do_not_stand_for_the_one_that_joined(tmp_path):
+    """Both have the same number."""
+    joined = make(tmp_path, num_steps=2)
+    joined.unchecked.add(0)
+    joined.run()
+    assert joined.checked == [0] and joined.unchecked == set()
+
+
 def test_samples_that_disagree_are_kept_aside_and_sampled_anew(tmp_path):
     loop = make(tmp_path, num_steps=3)
     loop.mismatch_at = 1

@@ -1,5 +1,6 @@
 """vLLM weight-transfer backend `grpo_megatron`: receives what `weights.transfer` sends."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from grpo_megatron.rollout.plugin.staged_publish import StagedPublish
 from grpo_megatron.weights.boxes import whole_box
 from grpo_megatron.weights.publish_plan import OpenedStream
 from grpo_megatron.weights.transfer import LoadParts, StreamReceiver
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -154,6 +157,8 @@ class StreamWeightTransferEngine(
         try:
             yield
         except (TransferError, MismatchError) as error:
+            # where the sender fails because of it, nobody asks for `failure` any more
+            logger.error("weights were not taken: %s", error)
             self.failure = error.message
 
     def finish_weight_update(self) -> None:
